@@ -1,0 +1,1 @@
+"""Measuring and fitting cost models.  Nothing is here yet: this release has uncalibrated cost models only."""

@@ -1,0 +1,1 @@
+"""Real executors (torch, Triton).  None is here yet: this release simulates only."""

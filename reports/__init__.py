@@ -1,0 +1,1 @@
+"""Reports: text, JSON, HTML and traces, computed from records alone."""

@@ -1,0 +1,148 @@
+"""Who sends the requests: on schedule, after an earlier answer, and no more at once than the client allows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+
+from simpy.events import Timeout
+
+from windtunnel.sim.engine.keys import BlockKeys, PrivateKeys, StreamKeys
+from windtunnel.sim.engine.request import Request
+from windtunnel.sim.log import RequestLog
+from windtunnel.sim.records import Outcome
+from windtunnel.sim.workload import Workload
+from windtunnel.sim.world import REPLY_NS, World
+
+CHUNK_ROWS = 4096
+"""Rows turned into Python numbers at a time, so that a long workload costs little memory."""
+
+
+class Client:
+    """Sends a workload to an engine and keeps count of its requests.
+
+    Open loop: a request goes out when it is due.  With ``max_concurrency`` it also waits for one of that many places
+    (as ``vllm bench serve --max-concurrency`` does; its TTFT counts from when it goes out).  A request with
+    ``previous`` is due ``think_ns`` after that one's answer.
+    """
+
+    def __init__(self, world: World, workload: Workload, block_size: int, log: RequestLog) -> None:
+        self.num_done = 0
+        self._world = world
+        self._workload = workload
+        self._block_size = block_size
+        self._log = log
+        self._limit = workload.max_concurrency
+        self._num_in_flight = 0
+        self._held: deque[tuple[int, int]] = deque()  # (row, due_ns) of due requests without a place
+        self._in_engine: dict[int, tuple[Request, int]] = {}  # row -> (request, due_ns)
+        self._followers = _followers(workload)
+        self._submit: Callable[[Request], None] | None = None
+
+    def start(self, submit: Callable[[Request], None]) -> None:
+        """Begin; ``submit`` hands a request to the engine and raises ValueError if that refuses it."""
+        self._submit = submit
+        self._world.process(self._arrivals())
+
+    def answered(self, request: Request, end_ns: int) -> None:
+        """A request is finished."""
+        row = int(request.request_id)
+        _, due_ns = self._in_engine.pop(row)
+        self._log.write(request, Outcome.FINISHED, 0, due_ns, end_ns, request.num_emitted)
+        self._leave(row)
+
+    def write_unfinished(self, num_emitted: Callable[[Request], int]) -> int:
+        """Log what is still open at the end of the run; returns how many that are."""
+        seen = 0
+        for request, due_ns in self._in_engine.values():
+            self._log.write(request, Outcome.UNFINISHED, 0, due_ns, -1, num_emitted(request))
+            seen += 1
+        waiting = dict(self._held)
+        missing = len(self._workload) - self.num_done - seen
+        if missing:
+            self._write_unsent(waiting)
+        return seen + missing
+
+    def _write_unsent(self, waiting: dict[int, int]) -> None:
+        logged = set(self._log.rows())
+        prompt, priority = self._workload.num_prompt_tokens, self._workload.priority
+        for row in range(len(self._workload)):
+            if row not in logged:
+                due_ns = waiting.get(row, int(self._workload.arrival_ns[row]))
+                self._log.write_unsent(row, due_ns, int(prompt[row]), int(priority[row]))
+
+    def _arrivals(self) -> Generator[Timeout, None, None]:
+        world = self._world
+        for row, due_ns in _scheduled(self._workload):
+            delay_ns = due_ns - world.now_ns
+            if delay_ns > 0:
+                yield world.timeout(delay_ns)
+            self._due(row)
+
+    def _due(self, row: int) -> None:
+        if self._limit is not None and self._num_in_flight >= self._limit:
+            self._held.append((row, self._world.now_ns))
+        else:
+            self._send(row, self._world.now_ns)
+
+    def _send(self, row: int, due_ns: int) -> None:
+        assert self._submit is not None
+        request = self._request(row)
+        self._num_in_flight += 1
+        try:
+            self._submit(request)
+        except ValueError:
+            self._log.write(request, Outcome.REJECTED, 0, due_ns, self._world.now_ns, 0)
+            self._leave(row)
+        else:
+            self._in_engine[row] = (request, due_ns)
+
+    def _leave(self, row: int) -> None:
+        self.num_done += 1
+        if self._limit is not None or self._followers:
+            self._world.call_in(REPLY_NS, self._got_answer, row)
+        else:
+            self._num_in_flight -= 1
+
+    def _got_answer(self, row: int) -> None:
+        self._num_in_flight -= 1
+        for follower in self._followers.get(row, ()):
+            self._world.call_in(int(self._workload.think_ns[follower]), self._due, follower)
+        if self._held and (self._limit is None or self._num_in_flight < self._limit):
+            self._send(*self._held.popleft())
+
+    def _request(self, row: int) -> Request:
+        w = self._workload
+        return Request(
+            row,
+            self._world.now_ns,
+            int(w.num_prompt_tokens[row]),
+            int(w.num_output_tokens[row]),
+            int(w.max_tokens[row]),
+            int(w.priority[row]),
+            self._keys(row),
+        )
+
+    def _keys(self, row: int) -> BlockKeys:
+        own = self._workload.num_streams + row
+        content = self._workload.content
+        if content is None or not content[row]:
+            return PrivateKeys(own)
+        return StreamKeys(content[row], own, self._block_size)
+
+
+def _scheduled(workload: Workload) -> Iterator[tuple[int, int]]:
+    """(row, due_ns) of the requests that follow no other, in order."""
+    for start in range(0, len(workload), CHUNK_ROWS):
+        due = workload.arrival_ns[start : start + CHUNK_ROWS].tolist()
+        previous = workload.previous[start : start + CHUNK_ROWS].tolist()
+        for offset, (due_ns, before) in enumerate(zip(due, previous, strict=True)):
+            if before < 0:
+                yield start + offset, due_ns
+
+
+def _followers(workload: Workload) -> dict[int, list[int]]:
+    followers: dict[int, list[int]] = {}
+    for row in (workload.previous >= 0).nonzero()[0].tolist():
+        followers.setdefault(int(workload.previous[row]), []).append(row)
+    return followers

@@ -1,0 +1,1 @@
+"""Cost models: seconds for a step of a given shape."""

@@ -1,0 +1,284 @@
+"""Replay of step-indexed cases: what the scheduler decides, step by step, in the format of recorded vLLM decisions.
+
+A case gives a scheduler config and requests that arrive (and may be aborted) at iterations of the engine loop; no
+model runs, and every request whose prefill is complete gets one token a step.  Token values come from a documented
+hash, so prefix caching works on real token ids.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from windtunnel.sim.engine.config import SchedulerConfig
+from windtunnel.sim.engine.keys import TokenKeys
+from windtunnel.sim.engine.plan import StepPlan
+from windtunnel.sim.engine.request import Request, Status
+from windtunnel.sim.engine.scheduler import Scheduler
+
+JsonDict = dict[str, Any]
+
+CONFIG_KEYS = frozenset(SchedulerConfig.__dataclass_fields__)
+LATER_KEYS: dict[str, Any] = {
+    "async_scheduling": False,
+    "num_speculative_tokens": 0,
+    "pipeline_parallel_size": 1,
+    "use_v2_model_runner": False,
+}
+"""What a case may ask for that is not modelled yet, with the value that asks for nothing."""
+IGNORED_KEYS = frozenset({"spec_method"})
+CASE_DEFAULTS: JsonDict = {
+    "block_size": 16,
+    "num_gpu_blocks": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 4096,
+}
+DEFAULT_MAX_STEPS = 200_000
+MASK_64 = (1 << 64) - 1
+VOCABULARY = 32_000
+PREFIX_SEED = 1_000_000
+OUTPUT_SEED = 2_000_000
+
+
+class CaseError(ValueError):
+    """A case that cannot be replayed, and why."""
+
+
+def token_id(seed: int, index: int) -> int:
+    """Token ``index`` of the stream ``seed``: splitmix64 of both, mapped to 3 … 31,999.
+
+    Source of the mixer: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    x = ((((seed & 0xFFFFFFFF) << 32) ^ (index & 0xFFFFFFFF)) + 0x9E3779B97F4A7C15) & MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return 3 + (x ^ (x >> 31)) % (VOCABULARY - 3)
+
+
+def replay(case: JsonDict) -> Iterator[JsonDict]:
+    """The lines of a decision trace: a header, one line an iteration, a summary.
+
+    Raises CaseError, naming the key or request, for a case that is malformed or asks for what is not modelled yet.
+    """
+    return _Replay(case).lines()
+
+
+class _Replay:
+    """The engine loop over one case, in iterations instead of time."""
+
+    def __init__(self, case: JsonDict) -> None:
+        self.case = case
+        self.config = _config(case)
+        self.scheduler = Scheduler(self.config)
+        self.interned: dict[Hashable, int] = {}
+        self.live: dict[str, Request] = {}
+        self.arrivals = deque(_arrivals(case))
+        self.aborts = deque(
+            sorted((d["abort_step"], i, d["id"]) for i, d in enumerate(case["requests"]) if "abort_step" in d)
+        )
+        self.notify: list[str] = []  # finished or aborted since the last decision: the next one tells the worker
+        self.num_decisions = 0
+        self.totals = {"sched_tokens": 0, "preemptions": 0, "finished": 0, "hit_tokens": 0}
+        self.most_preemptions = 0
+
+    def lines(self) -> Iterator[JsonDict]:
+        yield {"type": "header", "name": self.case.get("name", ""), "config": self.case["config"], "by": "windtunnel"}
+        iteration, idle, end = 0, 0, "done"
+        max_steps = self.case.get("max_steps", DEFAULT_MAX_STEPS)
+        while True:
+            line: JsonDict = {"it": iteration}
+            came, gone = self._arrive(iteration), self._abort(iteration)
+            if not self.live and not self.notify:
+                if not self.arrivals:
+                    break
+                iteration = max(iteration + 1, self.arrivals[0][0])
+                continue
+            if came:
+                line["arrived"] = came
+            if gone:
+                line["aborted"] = gone
+            progressed = self._step(line)
+            line["state"] = self._state()
+            yield line
+            iteration += 1
+            idle = 0 if progressed or came or not self.live else idle + 1
+            if idle >= 4 and not self.arrivals and not self.aborts:
+                end = "stalled"
+                break
+            if iteration >= max_steps:
+                end = "max_steps"
+                break
+        yield {
+            "type": "summary",
+            "end": end,
+            "iterations": iteration,
+            "steps": self.num_decisions,
+            **self.totals,
+            "unfinished": list(self.live),
+            "max_preemptions_of_one_request": self.most_preemptions,
+        }
+
+    def _arrive(self, iteration: int) -> list[str]:
+        came = []
+        while self.arrivals and self.arrivals[0][0] <= iteration:
+            _, index, spec = self.arrivals.popleft()
+            request = self._request(index, spec)
+            self.live[spec["id"]] = request
+            try:
+                self.scheduler.add(request)
+            except ValueError as error:
+                raise CaseError(str(error)) from None
+            came.append(spec["id"])
+        return came
+
+    def _abort(self, iteration: int) -> list[str]:
+        gone = []
+        while self.aborts and self.aborts[0][0] <= iteration:
+            name = self.aborts.popleft()[2]
+            gone.append(name)
+            request = self.live.pop(name, None)
+            if request is not None:
+                self.scheduler.abort(request)
+                self.notify.append(name)
+        return gone
+
+    def _request(self, index: int, spec: JsonDict) -> Request:
+        prompt = _prompt_token(spec)
+        num_prompt = len(spec["prompt_token_ids"]) if "prompt_token_ids" in spec else spec["prompt_len"]
+        output_seed = spec.get("output_seed", OUTPUT_SEED + index)
+
+        def token(position: int) -> int:
+            return prompt(position) if position < num_prompt else token_id(output_seed, position - num_prompt)
+
+        arrival_s = spec.get("arrival_time", spec.get("arrival_step", 0) + index * 1e-6)
+        return Request(
+            spec["id"],
+            round(arrival_s * 1e9),
+            num_prompt,
+            spec["output_len"],
+            priority=spec.get("priority", 0),
+            keys=TokenKeys(token, self.config.block_size, self.interned, spec.get("cache_salt")),
+        )
+
+    def _step(self, line: JsonDict) -> bool:
+        """One decision and its outcome; whether anything was computed."""
+        self.num_decisions += 1
+        plan = self.scheduler.schedule(0)
+        line["sched"] = self._decision(plan)
+        emitted = [request for request in self.scheduler.scheduled_tokens(plan)] if not plan.is_empty else []
+        late = {chunk.request for chunk in plan.chunks if not chunk.samples}
+        out = {str(request.request_id): 1 for request in emitted if request not in late}
+        finished = [] if plan.is_empty else self.scheduler.commit(plan, 0)
+        for request in finished:
+            name = str(request.request_id)
+            del self.live[name]
+            self.notify.append(name)
+        self.totals["finished"] += len(finished)
+        line["upd"] = {
+            "n": self.num_decisions,
+            "out": out,
+            "finished": [[str(request.request_id), "length"] for request in finished],
+        }
+        return not plan.is_empty
+
+    def _decision(self, plan: StepPlan) -> JsonDict:
+        scheduled = {str(r.request_id): n for r, n in self.scheduler.scheduled_tokens(plan).items()}
+        admitted = {str(a.request.request_id): a for a in plan.admissions}
+        late = {str(chunk.request.request_id) for chunk in plan.chunks if not chunk.samples}
+        blocks = {str(r.request_id): [r.block_ids[-1]] for r in plan.grown}
+        for chunk in plan.chunks:
+            name, ids = str(chunk.request.request_id), chunk.request.block_ids
+            given = list(ids) if name in admitted else ids[len(ids) - chunk.num_new_blocks :]
+            if given:
+                blocks[name] = given
+        self.totals["sched_tokens"] += sum(scheduled.values())
+        self.totals["preemptions"] += len(plan.preemptions)
+        self.totals["hit_tokens"] += sum(a.num_cached_tokens for a in plan.admissions)
+        for preemption in plan.preemptions:
+            self.most_preemptions = max(self.most_preemptions, preemption.request.num_preemptions)
+        decision: JsonDict = {
+            "n": self.num_decisions,
+            "scheduled": scheduled,
+            "total": sum(scheduled.values()),
+            "new": [name for name, a in admitted.items() if not a.resumed],
+            "resumed": [name for name, a in admitted.items() if a.resumed],
+            "running": [name for name in scheduled if name not in admitted],
+            "preempted": [str(p.request.request_id) for p in plan.preemptions],
+            "hit_tokens": {name: a.num_cached_tokens for name, a in admitted.items()},
+            "blocks": {name: blocks[name] for name in scheduled if name in blocks},
+            "free": self.scheduler.pool.num_free,
+            "samples": [name for name in scheduled if name not in late],
+        }
+        if self.notify:
+            decision["notify_finished"] = sorted(self.notify)
+            self.notify.clear()
+        return decision
+
+    def _state(self) -> JsonDict:
+        scheduler = self.scheduler
+        free = scheduler.pool.free_queue()
+        return {
+            "computed": {name: scheduler.num_computed_tokens(r) for name, r in self.live.items()},
+            "tokens": {name: scheduler.num_tokens(r) for name, r in self.live.items()},
+            "nblk": {name: len(r.block_ids) for name, r in self.live.items() if r.block_ids},
+            "running": [str(r.request_id) for r in scheduler.running],
+            "waiting": [str(r.request_id) for r in scheduler.waiting],
+            "free": len(free),
+            "free_crc": zlib.crc32(",".join(map(str, free)).encode()),
+            "cached_hashes": scheduler.pool.num_keys,
+        }
+
+
+def _config(case: JsonDict) -> SchedulerConfig:
+    if not isinstance(case, dict) or not isinstance(case.get("config"), dict):
+        raise CaseError("a case needs an object 'config'")
+    given = dict(case["config"])
+    for key, neutral in LATER_KEYS.items():
+        if given.pop(key, neutral) not in (neutral, None):
+            raise CaseError(f"config.{key} = {case['config'][key]!r}: not modelled yet, only {neutral!r} is")
+    unknown = sorted(set(given) - CONFIG_KEYS - IGNORED_KEYS)
+    if unknown:
+        raise CaseError(f"config has an unknown key {unknown[0]!r}; known are {', '.join(sorted(CONFIG_KEYS))}")
+    values = {**CASE_DEFAULTS, **{k: v for k, v in given.items() if k in CONFIG_KEYS and v is not None}}
+    try:
+        return SchedulerConfig(**values)
+    except (TypeError, ValueError) as error:
+        raise CaseError(f"config: {error}") from None
+
+
+def _arrivals(case: JsonDict) -> list[tuple[int, int, JsonDict]]:
+    requests = case.get("requests")
+    if not isinstance(requests, list):
+        raise CaseError("a case needs a list 'requests'")
+    seen: set[str] = set()
+    for index, spec in enumerate(requests):
+        _check_request(index, spec, seen)
+    return sorted(((d.get("arrival_step", 0), i, d) for i, d in enumerate(requests)), key=lambda item: item[:2])
+
+
+def _check_request(index: int, spec: Any, seen: set[str]) -> None:
+    if not isinstance(spec, dict) or not isinstance(spec.get("id"), str):
+        raise CaseError(f"requests[{index}] needs a string 'id'")
+    if spec["id"] in seen:
+        raise CaseError(f"requests[{index}]: id {spec['id']!r} is used twice")
+    seen.add(spec["id"])
+    prompt = spec.get("prompt_token_ids", spec.get("prompt_len"))
+    size = len(prompt) if isinstance(prompt, list) else prompt
+    for name, value in (("prompt_len or prompt_token_ids", size), ("output_len", spec.get("output_len"))):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CaseError(f"requests[{index}] ({spec['id']}): {name} must be a whole number from 1, got {value!r}")
+    for name in ("arrival_step", "abort_step"):
+        value = spec.get(name, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise CaseError(f"requests[{index}] ({spec['id']}): {name} must be a whole number from 0, got {value!r}")
+
+
+def _prompt_token(spec: JsonDict) -> Callable[[int], int]:
+    if "prompt_token_ids" in spec:
+        tokens: list[int] = spec["prompt_token_ids"]
+        return tokens.__getitem__
+    prefix_len, group, seed = spec.get("prefix_len", 0), spec.get("prefix_group", 0), spec.get("seed", 0)
+    return lambda i: token_id(PREFIX_SEED + group, i) if i < prefix_len else token_id(seed, i)

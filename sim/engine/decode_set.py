@@ -1,0 +1,104 @@
+"""The requests that gain exactly one token in every step, counted together instead of one by one."""
+
+from __future__ import annotations
+
+from windtunnel.sim.engine.request import Request
+
+
+class DecodeSet:
+    """Requests that share a clock: each step gives every member one token.
+
+    Nothing is counted per member and step.  A member's computed tokens are ``clock + base``, so the sums that a step
+    needs are kept in closed form, the members that need a block are those in one of ``block_size`` phases, and those
+    that finish wait in a calendar.  A step costs the same for 2 members and for 1,000; a member is touched only when
+    it joins, starts a block, or leaves.
+
+    ``clock`` counts the engine's steps: it is the number of the step to be scheduled next.
+    """
+
+    __slots__ = ("_block_size", "_eager", "_finishes", "_newest", "_phases", "_sum_base", "_unsorted", "clock", "size")
+
+    def __init__(self, block_size: int) -> None:
+        self.clock = 0
+        self.size = 0
+        self._block_size = block_size
+        self._sum_base = 0
+        self._phases: list[dict[Request, None]] = [{} for _ in range(block_size)]
+        self._newest = [-1] * block_size  # highest admission number that a phase has seen
+        self._unsorted: set[int] = set()  # phases in which somebody joined behind a later admission
+        self._finishes: dict[int, list[Request]] = {}
+        self._eager: dict[Request, None] = {}
+
+    def join(self, request: Request, num_left: int, eager: bool) -> None:
+        """Take in a request that gets ``num_left`` more tokens, one in each of the next steps.
+
+        ``eager`` members have blocks that others may look for, so these must be findable at once (``filling``).
+        """
+        request.decoding = True
+        request.base -= self.clock
+        request.finish_clock = self.clock + num_left
+        self.size += 1
+        self._sum_base += request.base
+        phase = -request.base % self._block_size
+        self._phases[phase][request] = None
+        if request.order < self._newest[phase]:
+            self._unsorted.add(phase)
+        else:
+            self._newest[phase] = request.order
+        self._finishes.setdefault(request.finish_clock, []).append(request)
+        if eager:
+            self._eager[request] = None
+
+    def leave(self, request: Request) -> None:
+        """Let a member go; its computed tokens are its own again."""
+        self.size -= 1
+        self._sum_base -= request.base
+        del self._phases[-request.base % self._block_size][request]
+        if self._eager:
+            self._eager.pop(request, None)
+        request.decoding = False
+        request.finish_clock = -1
+        request.base += self.clock
+
+    def context_tokens(self) -> int:
+        """Cached tokens that the next step reads: every member's computed ones and its new one."""
+        return self.size * (self.clock + 1) + self._sum_base
+
+    def num_crossing(self) -> int:
+        """How many members need a new block in the next step."""
+        return len(self._phases[self.clock % self._block_size])
+
+    def crossing(self) -> list[Request]:
+        """Those members, in the order of their admission."""
+        return self._in_order(self.clock % self._block_size)
+
+    def filling(self) -> list[Request]:
+        """The eager members whose newest block is full after the next step, in the order of their admission."""
+        if not self._eager:
+            return []
+        members = self._in_order((self.clock + 1) % self._block_size)
+        return [request for request in members if request in self._eager]
+
+    def advance(self) -> None:
+        """One step is scheduled: every member's computed tokens grow by one."""
+        self.clock += 1
+
+    def due(self) -> list[Request]:
+        """The members that have all their tokens now; they are still members."""
+        at = self._finishes.pop(self.clock, None)
+        if at is None:
+            return []
+        return [request for request in at if request.finish_clock == self.clock]
+
+    def _in_order(self, phase: int) -> list[Request]:
+        members = self._phases[phase]
+        if phase in self._unsorted:
+            self._unsorted.discard(phase)
+            ordered = sorted(members, key=_by_order)
+            self._phases[phase] = dict.fromkeys(ordered)
+            return ordered
+        return list(members)
+
+
+def _by_order(request: Request) -> int:
+    return request.order

@@ -1,0 +1,105 @@
+"""What passes through the seam between scheduler and executor: the shape of a step, its plan, its result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from windtunnel.sim.engine.request import Request
+
+
+class StepShape(NamedTuple):
+    """All that the cost of a step depends on.
+
+    Every field is a whole number, or an array of them when many steps are priced at once.
+    """
+
+    num_decode_seqs: int
+    """Requests that compute exactly their one newest token."""
+    decode_context_tokens: int
+    """Cached tokens that those read, summed, each one's own new token included."""
+    num_prefill_seqs: int
+    """Requests that compute a chunk of prompt (or of what a preemption lost)."""
+    prefill_tokens: int
+    """New tokens in those chunks."""
+    prefill_context_tokens: int
+    """Tokens already cached ahead of those chunks, summed over the chunks."""
+    prefill_pairs: int
+    """Query-key pairs of causal attention in the chunks: sum of n*c + n*(n+1)/2 for n new after c cached tokens."""
+    num_sampled: int
+    """Requests that yield a token, so rows of logits."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the batch: one for each decode and all of the chunks."""
+        return self.num_decode_seqs + self.prefill_tokens
+
+
+class Chunk(NamedTuple):
+    """A prefill grant: ``num_tokens`` new tokens of ``request`` behind ``num_computed_tokens`` cached ones."""
+
+    request: Request
+    num_tokens: int
+    num_computed_tokens: int
+    num_new_blocks: int
+    """Blocks handed out for it; they are the last ones of the request's list."""
+    samples: bool
+    """Whether it completes the prefill, so that the step yields a token."""
+
+
+class Admission(NamedTuple):
+    """A request that left the queue in this step."""
+
+    request: Request
+    num_cached_tokens: int
+    """Tokens found in the prefix cache."""
+    resumed: bool
+    """Whether it had been preempted before."""
+
+
+class Preemption(NamedTuple):
+    """A running request that lost its cache so that another could go on."""
+
+    request: Request
+    num_computed_tokens: int
+    num_blocks: int
+    num_free_blocks: int
+    """Free blocks right after."""
+    for_request: Request
+    """Who needed the blocks; the victim itself where it was its own."""
+
+
+class StepPlan:
+    """One step: who computes how many tokens, and what changed in the batch.
+
+    Decoding requests are not listed one by one; ``Scheduler.scheduled_tokens`` does that for those who need it.
+    """
+
+    __slots__ = ("admissions", "chunks", "grown", "left_out", "number", "preemptions", "shape")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """Counts the steps that compute something, from 0."""
+        self.chunks: list[Chunk] = []
+        """Prefill grants in the order of the decision."""
+        self.grown: list[Request] = []
+        """Decoding requests that were given one more block, the last of their list."""
+        self.admissions: list[Admission] = []
+        self.preemptions: list[Preemption] = []
+        self.left_out: list[Request] = []
+        """Running requests that get nothing in this step: the budget ran out, or the decision broke off, before them."""
+        self.shape = EMPTY_SHAPE
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing at all is computed."""
+        return not self.chunks and not self.shape.num_decode_seqs
+
+
+class StepResult(NamedTuple):
+    """What an executor answers: how long the step took."""
+
+    step_ns: int
+
+
+EMPTY_SHAPE = StepShape(0, 0, 0, 0, 0, 0, 0)

@@ -1,0 +1,434 @@
+"""Continuous batching as vLLM 0.32's V1 scheduler does it: the same decisions, down to the block ids.
+
+A step is decided in four parts, in this order: what the budget allows, what the running requests get, which blocks
+they need (and who loses his if they are not there), and who of the waiting is let in with what is left.  The rules
+were checked step by step against decisions recorded from the real scheduler (``tests/golden``).
+"""
+
+from __future__ import annotations
+
+from windtunnel.sim.engine.blocks import BlockPool
+from windtunnel.sim.engine.config import SchedulerConfig
+from windtunnel.sim.engine.decode_set import DecodeSet
+from windtunnel.sim.engine.plan import Admission, Chunk, Preemption, StepPlan, StepShape
+from windtunnel.sim.engine.queues import FcfsQueue, PriorityQueue, WaitingQueue
+from windtunnel.sim.engine.request import Request, Status
+
+
+class Scheduler:
+    """Decides the steps of one engine and keeps its KV blocks.
+
+    The caller's loop is ``plan = schedule(now_ns)``, run the plan, ``commit(plan, end_ns)``; ``add`` and ``abort``
+    may come at any time.  Time is whole nanoseconds and comes from the caller.
+
+    Invariants, checked in tests:
+
+    - blocks are held or free, and held as often as they are listed;
+    - no step exceeds the token budget, and no more than ``max_num_seqs`` requests run;
+    - a running request that is left out of a step has nothing computed by it;
+    - a request's output length is read only to finish it.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_gpu_blocks, config.enable_prefix_caching)
+        self.waiting: WaitingQueue = PriorityQueue() if config.policy == "priority" else FcfsQueue()
+        self.running: dict[Request, None] = {}  # in the order of admission
+        self.decoding = DecodeSet(config.block_size)
+        self.prefilling: dict[Request, None] = {}  # those of the running that still compute chunks, in that order
+        self.num_steps_done = 0
+        self._num_admitted = 0
+        self._budget = config.max_num_batched_tokens
+        if config.max_num_scheduled_tokens is not None:
+            self._budget = min(self._budget, config.max_num_scheduled_tokens)
+        self._max_running = config.max_num_active_seqs or config.max_num_seqs
+        self._mark = int(config.watermark * config.num_gpu_blocks)
+        self._by_priority = config.policy == "priority"
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises ValueError for a prompt that vLLM's API refuses because it leaves no room for an answer.
+        """
+        room = self.config.max_model_len - request.num_prompt_tokens
+        if room < 1:
+            raise ValueError(
+                f"request {request.request_id}: a prompt of {request.num_prompt_tokens} tokens leaves no room for an "
+                f"answer within max_model_len ({self.config.max_model_len}): shorten it or raise max_model_len"
+            )
+        request.stop_after = min(request.num_output_tokens, room)
+        self.waiting.add(request)
+
+    def abort(self, request: Request) -> None:
+        """Drop a request in whatever state it is; its blocks are free at once."""
+        if request.status == Status.RUNNING:
+            self._stop_running(request, self._num_full_blocks(request))
+        elif request.status in (Status.WAITING, Status.PREEMPTED):
+            self.waiting.remove(request)
+        else:
+            return
+        request.status = Status.ABORTED
+
+    def schedule(self, now_ns: int) -> StepPlan:
+        """Decide the next step and hold its blocks.  An empty plan means that nothing can be computed now.
+
+        With requests waiting, an empty plan is final until something is added or aborted: the head of the queue can
+        never be admitted.
+        """
+        plan = StepPlan(self.decoding.clock)
+        threshold = self._chunk_limit()
+        left = self._grant_running(plan, threshold)
+        if left > 0 and not plan.preemptions and len(self.waiting):
+            self._admit_waiting(plan, left, threshold, now_ns)
+        self._close(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, end_ns: int) -> list[Request]:
+        """Take the end of the plan's step; return the requests that it finished, in the order of the decision."""
+        self.num_steps_done += 1
+        finished = self.decoding.due()
+        for chunk in plan.chunks:
+            if chunk.samples:
+                self._first_token(chunk.request, plan.number, end_ns, finished)
+        if len(finished) > 1:
+            finished.sort(key=_by_order)
+        for request in finished:
+            self._stop_running(request, self._num_full_blocks(request))
+            request.status = Status.FINISHED
+        return finished
+
+    def num_computed_tokens(self, request: Request) -> int:
+        """Tokens of the request whose KV is in its blocks or is being computed."""
+        return request.base + self.decoding.clock if request.decoding else request.base
+
+    def num_emitted_tokens(self, request: Request) -> int:
+        """Output tokens that the request has got."""
+        if not request.decoding:
+            return request.num_emitted
+        return request.num_emitted + max(0, self.num_steps_done - request.span_start)
+
+    def token_spans(self, request: Request) -> list[tuple[int, int]]:
+        """(first step, count) runs of steps at whose end the request got a token, up to the last finished step."""
+        count = self.num_steps_done - request.span_start if request.decoding else 0
+        return [*request.spans, (request.span_start, count)] if count > 0 else request.spans
+
+    def num_tokens(self, request: Request) -> int:
+        """Known tokens of the request: prompt and output."""
+        return request.num_prompt_tokens + self.num_emitted_tokens(request)
+
+    def scheduled_tokens(self, plan: StepPlan) -> dict[Request, int]:
+        """Tokens per request in the order of the decision; valid from ``schedule`` until ``commit``."""
+        chunks = {chunk.request: chunk.num_tokens for chunk in plan.chunks}
+        left_out = set(plan.left_out)
+        return {request: chunks.get(request, 1) for request in self.running if request not in left_out}
+
+    # -- what the running requests get
+
+    def _chunk_limit(self) -> int:
+        """Longest chunk of one request in this step; 0 is no limit.  A request that is alone is never cut."""
+        limit = self.config.long_prefill_token_threshold
+        if not limit:
+            return 0
+        num_requests = len(self.running) + len(self.waiting)
+        if num_requests <= 1:
+            return 0
+        if self.config.long_prefill_token_threshold_adaptive:
+            return max(limit, self.config.max_num_batched_tokens // num_requests)
+        return limit
+
+    def _grant_running(self, plan: StepPlan, threshold: int) -> int:
+        """Tokens and blocks for the running requests; returns what is left of the budget.
+
+        When budget and blocks suffice for all, nobody has to be looked at one by one.
+        """
+        left = self._budget - self.decoding.size
+        if left < 0:
+            return self._grant_one_by_one(plan, threshold)
+        wanted: list[tuple[Request, int, int]] = []
+        num_blocks = self.decoding.num_crossing()
+        for request in self.prefilling:
+            num_tokens = self._chunk_tokens(request, threshold)
+            if num_tokens > left:
+                if request is not next(reversed(self.running)):
+                    return self._grant_one_by_one(plan, threshold)
+                num_tokens = left
+                if not num_tokens:
+                    plan.left_out.append(request)
+                    break
+            num_new = self._num_new_blocks(request, num_tokens)
+            wanted.append((request, num_tokens, num_new))
+            num_blocks += num_new
+            left -= num_tokens
+        if num_blocks > self.pool.num_free:
+            plan.left_out.clear()
+            return self._grant_one_by_one(plan, threshold)
+        if wanted:
+            self._give_merged(plan, wanted)
+        else:
+            self._give_decoding(plan)
+        return left
+
+    def _give_decoding(self, plan: StepPlan) -> None:
+        grown = self.decoding.crossing()
+        if grown:
+            for request, block in zip(grown, self.pool.take(len(grown)), strict=True):
+                request.block_ids.append(block)
+            plan.grown = grown
+        for request in self.decoding.filling():
+            self._publish(request, request.base + self.decoding.clock + 1)
+
+    def _give_merged(self, plan: StepPlan, wanted: list[tuple[Request, int, int]]) -> None:
+        """Blocks for chunks and decodes, in the order of admission as if each were asked in turn."""
+        chunks = {request: (num_tokens, num_new) for request, num_tokens, num_new in wanted}
+        touched = dict.fromkeys([*self.decoding.crossing(), *self.decoding.filling(), *chunks])
+        for request in sorted(touched, key=_by_order):
+            if request in chunks:
+                self._give_chunk(plan, request, *chunks[request])
+            else:
+                self._give_decode(plan, request)
+
+    def _give_decode(self, plan: StepPlan, request: Request) -> None:
+        """One token for a decoding request, with the block that it may need."""
+        computed = request.base + self.decoding.clock
+        if computed == len(request.block_ids) * self.config.block_size:
+            request.block_ids.append(self.pool.take(1)[0])
+            plan.grown.append(request)
+        self._publish(request, computed + 1)
+
+    def _give_chunk(self, plan: StepPlan, request: Request, num_tokens: int, num_new: int) -> None:
+        """A chunk for a request that is prefilling, with its blocks; they can be found from now on."""
+        computed = request.base
+        if num_new:
+            request.block_ids += self.pool.take(num_new)
+        self._publish(request, computed + num_tokens)
+        total = request.num_prompt_tokens + request.num_emitted
+        plan.chunks.append(Chunk(request, num_tokens, computed, num_new, computed + num_tokens == total))
+
+    def _grant_one_by_one(self, plan: StepPlan, threshold: int) -> int:
+        """The same when budget or blocks are short: ask in turn, preempt until it fits, stop where it does not."""
+        order = list(self.running)
+        granted: dict[Request, int] = {}
+        left, index = self._budget, 0
+        while index < len(order) and left > 0:
+            request = order[index]
+            num_tokens = min(1 if request.decoding else self._chunk_tokens(request, threshold), left)
+            num_new = self._num_new_blocks(request, num_tokens)
+            while num_new > self.pool.num_free:
+                position = self._victim_position(order)
+                victim = order.pop(position)
+                index -= position < index
+                left += self._take_back(plan, victim, granted, for_request=request)
+                if victim is request:
+                    break
+            if request.status != Status.RUNNING:
+                break
+            if request.decoding:
+                self._give_decode(plan, request)
+            else:
+                self._give_chunk(plan, request, num_tokens, num_new)
+            granted[request] = num_tokens
+            left -= num_tokens
+            index += 1
+        plan.left_out = order[index:]
+        return left
+
+    def _victim_position(self, order: list[Request]) -> int:
+        """Who loses his blocks: the latest admission, or the least urgent (of those the latest, then the first)."""
+        if not self._by_priority:
+            return len(order) - 1
+        return max(range(len(order)), key=lambda i: (order[i].priority, order[i].arrival_ns))
+
+    def _take_back(self, plan: StepPlan, victim: Request, granted: dict[Request, int], for_request: Request) -> int:
+        """Preempt; returns the tokens that the victim had been given in this step."""
+        num_tokens = granted.pop(victim, 0)
+        if num_tokens:
+            plan.chunks = [chunk for chunk in plan.chunks if chunk.request is not victim]
+            plan.grown = [request for request in plan.grown if request is not victim]
+        computed = self.num_computed_tokens(victim)
+        num_blocks = len(victim.block_ids)
+        # A block counts as cached from the moment it is scheduled, even if the step then never computes it.
+        num_full = self._num_full_blocks(victim, num_tokens)
+        self._register(victim, num_full)  # from now on it may look for its own blocks
+        self._stop_running(victim, num_full)
+        victim.high_water_tokens = max(victim.high_water_tokens, computed)
+        victim.base = 0
+        victim.num_preemptions += 1
+        victim.status = Status.PREEMPTED
+        self.waiting.put_back(victim)
+        plan.preemptions.append(Preemption(victim, computed, num_blocks, self.pool.num_free, for_request))
+        return num_tokens
+
+    # -- who of the waiting is let in
+
+    def _admit_waiting(self, plan: StepPlan, left: int, threshold: int, now_ns: int) -> None:
+        """Admit from the head of the queue while budget, seats and blocks last; nobody overtakes."""
+        waiting = self.waiting
+        while left > 0 and len(waiting) and len(self.running) < self._max_running:
+            request = waiting.head()
+            hits = self._lookup(request)
+            cached = len(hits) * self.config.block_size
+            num_tokens = request.num_prompt_tokens + request.num_emitted - cached
+            if 0 < threshold < num_tokens:
+                num_tokens = threshold
+            if num_tokens > left:
+                if not self.config.enable_chunked_prefill:
+                    return
+                num_tokens = left
+            num_new = self._num_admission_blocks(request, hits, cached + num_tokens)
+            if num_new is None:
+                return
+            waiting.pop()
+            self._admit(plan, request, hits, now_ns)
+            self._give_chunk(plan, request, num_tokens, num_new)
+            left -= num_tokens
+
+    def _lookup(self, request: Request) -> list[int]:
+        """Cached blocks of the request's beginning; its last known token is always computed anew."""
+        keys = request.keys
+        if keys is None or not self.pool.caching:
+            return []
+        last = (request.num_prompt_tokens + request.num_emitted - 1) // self.config.block_size
+        if not request.num_preemptions:  # what is its own can be known only if it has been here before
+            last = min(last, keys.num_shared_blocks)
+        return self.pool.lookup(keys.between(0, last)) if last else []
+
+    def _num_admission_blocks(self, request: Request, hits: list[int], num_scheduled: int) -> int | None:
+        """New blocks for ``num_scheduled`` tokens, hits included in these; None if the request has to wait."""
+        size, max_len = self.config.block_size, self.config.max_model_len
+        free = self.pool.num_free - self.pool.num_free_among(hits)
+        if self.running:
+            free -= self._mark
+        if self.config.scheduler_reserve_full_isl:
+            total = min(request.num_prompt_tokens + request.num_emitted, max_len)
+            if max(-(-total // size) - len(hits), 0) > free:
+                return None
+        num_new = max(-(-min(num_scheduled, max_len) // size) - len(hits), 0)
+        return num_new if num_new <= free else None
+
+    def _admit(self, plan: StepPlan, request: Request, hits: list[int], now_ns: int) -> None:
+        cached = len(hits) * self.config.block_size
+        resumed = request.status == Status.PREEMPTED
+        if resumed:
+            request.num_resumed_cached_tokens += cached
+            request.num_resumed_query_tokens += request.num_prompt_tokens + request.num_emitted
+        else:
+            request.num_cached_tokens = cached
+            request.scheduled_ns = now_ns
+        if hits:
+            self.pool.hold(hits)
+            request.block_ids = hits
+        request.num_findable_blocks = len(hits)
+        request.base = cached
+        request.status = Status.RUNNING
+        request.order = self._num_admitted
+        self._num_admitted += 1
+        self.running[request] = None
+        self.prefilling[request] = None
+        plan.admissions.append(Admission(request, cached, resumed))
+
+    # -- closing a decision, and what follows from a step
+
+    def _close(self, plan: StepPlan) -> None:
+        """Write the plan's shape and count its tokens as computed."""
+        decoding = self.decoding
+        skipped = [request for request in plan.left_out if request.decoding]
+        if not plan.chunks and decoding.size == len(skipped):
+            return
+        for request in skipped:
+            decoding.leave(request)
+            self._end_span(request)
+        num_decode = num_sampled = decoding.size
+        context = decoding.context_tokens() if num_decode else 0
+        tokens = cached = pairs = 0
+        for request, num_tokens, computed, _, samples in plan.chunks:
+            tokens += num_tokens
+            cached += computed
+            pairs += num_tokens * computed + num_tokens * (num_tokens + 1) // 2
+            num_sampled += samples
+            request.base += num_tokens
+            if computed < request.high_water_tokens:
+                request.num_recomputed_tokens += min(request.high_water_tokens, request.base) - computed
+        plan.shape = StepShape(num_decode, context, len(plan.chunks), tokens, cached, pairs, num_sampled)
+        decoding.advance()
+        for request in skipped:
+            self._join(request, decoding.clock)
+
+    def _first_token(self, request: Request, step: int, end_ns: int, finished: list[Request]) -> None:
+        """The prefill is complete: the step's token is there, and from now on there is one in every step."""
+        if request.status != Status.RUNNING:  # aborted while the step ran
+            return
+        if request.first_token_ns < 0:
+            request.first_token_ns = end_ns
+        del self.prefilling[request]
+        if request.num_emitted + 1 >= request.stop_after:
+            request.num_emitted += 1
+            request.spans.append((step, 1))
+            finished.append(request)
+        else:
+            self._join(request, step)
+
+    def _join(self, request: Request, span_start: int) -> None:
+        """Decode from now on, with tokens at the end of the steps from ``span_start`` on."""
+        request.span_start = span_start
+        num_emitted = request.num_emitted + self.decoding.clock - span_start
+        self.decoding.join(request, request.stop_after - num_emitted, self._is_eager(request))
+
+    def _end_span(self, request: Request) -> None:
+        count = self.num_steps_done - request.span_start
+        if count > 0:
+            request.spans.append((request.span_start, count))
+            request.num_emitted += count
+
+    def _stop_running(self, request: Request, num_full: int) -> None:
+        """Leave the batch: settle the counters and give the blocks back, of which ``num_full`` hold full prefixes."""
+        del self.running[request]
+        if request.decoding:
+            self.decoding.leave(request)
+            self._end_span(request)
+        else:
+            self.prefilling.pop(request, None)
+        self.pool.release(request.block_ids, request.num_findable_blocks, num_full)
+        request.block_ids = []
+        request.num_findable_blocks = 0
+
+    # -- blocks
+
+    def _chunk_tokens(self, request: Request, threshold: int) -> int:
+        num_tokens = request.num_prompt_tokens + request.num_emitted - request.base
+        return threshold if 0 < threshold < num_tokens else num_tokens
+
+    def _num_new_blocks(self, request: Request, num_tokens: int) -> int:
+        computed = self.num_computed_tokens(request)
+        return max(-(-(computed + num_tokens) // self.config.block_size) - len(request.block_ids), 0)
+
+    def _is_eager(self, request: Request) -> bool:
+        """Whether others may look for the blocks of its output while it runs."""
+        return self._num_shared_blocks(request) * self.config.block_size > request.num_prompt_tokens
+
+    def _num_shared_blocks(self, request: Request) -> int:
+        """Leading blocks that others may look for."""
+        if request.keys is None or not self.pool.caching:
+            return 0
+        return request.keys.num_shared_blocks
+
+    def _num_full_blocks(self, request: Request, num_scheduled: int = 0) -> int:
+        """Leading blocks that are full of scheduled tokens, so that they count as cached when they are released."""
+        if request.keys is None or not self.pool.caching:
+            return 0
+        return (self.num_computed_tokens(request) + num_scheduled) // self.config.block_size
+
+    def _publish(self, request: Request, num_scheduled: int) -> None:
+        """Make the full blocks among the first ``num_scheduled`` tokens findable, as far as others may look for them."""
+        num_shared = self._num_shared_blocks(request)
+        if num_shared:
+            self._register(request, min(num_scheduled // self.config.block_size, num_shared))
+
+    def _register(self, request: Request, num_blocks: int) -> None:
+        first = request.num_findable_blocks
+        if num_blocks > first and request.keys is not None:
+            self.pool.register(request.block_ids[first:num_blocks], request.keys.between(first, num_blocks))
+            request.num_findable_blocks = num_blocks
+
+
+def _by_order(request: Request) -> int:
+    return request.order

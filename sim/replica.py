@@ -1,0 +1,70 @@
+"""One engine in simulated time: it sleeps through its steps and wakes up when a request comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from windtunnel.sim.engine.protocols import Executor
+from windtunnel.sim.engine.request import Request
+from windtunnel.sim.engine.scheduler import Scheduler
+from windtunnel.sim.log import ReplicaLog
+from windtunnel.sim.world import STEP_END, Occurrence, World
+
+
+class Replica:
+    """A scheduler and an executor on one clock.
+
+    The executor may be swapped between any two steps: ``replica.executor = other``.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        scheduler: Scheduler,
+        executor: Executor,
+        log: ReplicaLog,
+        on_finish: Callable[[Request, int], None],
+    ) -> None:
+        """``on_finish(request, end_ns)`` is called at the end of the step that finished the request."""
+        self.number = number
+        self.scheduler = scheduler
+        self.executor = executor
+        self._world = world
+        self._log = log
+        self._on_finish = on_finish
+        self._asleep: Occurrence | None = None
+        world.process(self._serve())
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; the decision after the step in progress is the first to see it.
+
+        Raises ValueError for a request that the engine refuses.
+        """
+        self.scheduler.add(request)
+        if self._asleep is not None:
+            self._asleep.fire(0, STEP_END + self.number)
+            self._asleep = None
+
+    def _serve(self) -> Generator[Occurrence, Any, None]:
+        world, scheduler, log, rank = self._world, self.scheduler, self._log, STEP_END + self.number
+        pool = scheduler.pool
+        while True:
+            start_ns = world.now_ns
+            plan = scheduler.schedule(start_ns)
+            if plan.preemptions:
+                log.write_preemptions(plan, start_ns)
+            if plan.is_empty:
+                self._asleep = Occurrence(world)
+                yield self._asleep
+                continue
+            state = len(scheduler.running), len(scheduler.waiting), pool.num_free, pool.num_free_cached
+            step_end = Occurrence(world)
+            step_end.fire(self.executor.execute(plan).step_ns, rank)
+            yield step_end
+            end_ns = world.now_ns
+            for request in scheduler.commit(plan, end_ns):
+                log.write_spans(request, request.spans)
+                self._on_finish(request, end_ns)
+            log.write_step(plan, start_ns, end_ns, *state)

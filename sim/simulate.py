@@ -1,0 +1,85 @@
+"""One simulation from start to end: a workload, an engine, a cost model; out come records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from windtunnel.sim.client import Client
+from windtunnel.sim.engine.config import SchedulerConfig
+from windtunnel.sim.engine.protocols import CostModel, Executor
+from windtunnel.sim.engine.request import Request
+from windtunnel.sim.engine.scheduler import Scheduler
+from windtunnel.sim.log import ReplicaLog, RequestLog
+from windtunnel.sim.records import Records
+from windtunnel.sim.replica import Replica
+from windtunnel.sim.simulated import SimExecutor
+from windtunnel.sim.workload import Workload
+from windtunnel.sim.world import World
+
+Progress = Callable[[int, int], None]
+
+
+class RequestTooLarge(ValueError):
+    """A request that the KV pool can never hold, so that the engine would try for ever."""
+
+
+def run(
+    workload: Workload,
+    config: SchedulerConfig,
+    cost: CostModel,
+    *,
+    horizon_ns: int | None = None,
+    progress: Progress | None = None,
+    executor: Executor | None = None,
+) -> Records:
+    """Serve the workload to the end, or to ``horizon_ns``, and say what happened.
+
+    ``executor`` defaults to the simulated one over ``cost``.  ``progress(done, total)`` is called now and then with
+    the number of requests that are finished.  The same arguments give the same records.
+
+    Raises RequestTooLarge, before anything runs, for a request that needs more KV blocks than there are.
+    """
+    check_fits(workload, config)
+    world = World()
+    requests, log = RequestLog(), ReplicaLog(config)
+    client = Client(world, workload, config.block_size, requests)
+    on_finish = client.answered if progress is None else _reporting(client, len(workload), progress)
+    scheduler = Scheduler(config)
+    replica = Replica(world, 0, scheduler, executor or SimExecutor(cost), log, on_finish)
+    client.start(replica.submit)
+    world.run(until=horizon_ns)
+    num_open = client.write_unfinished(scheduler.num_emitted_tokens)
+    for request in (*scheduler.running, *scheduler.waiting):
+        log.write_spans(request, scheduler.token_spans(request))
+    stalled = num_open > 0 and horizon_ns is None
+    table = requests.table()
+    end_ns = horizon_ns if num_open and horizon_ns is not None else int(table.finish_ns.max(initial=0))
+    return Records(table, (log.records(),), end_ns, stalled)
+
+
+def check_fits(workload: Workload, config: SchedulerConfig) -> None:
+    """Raise RequestTooLarge for the first request whose tokens never fit the KV pool all at once.
+
+    The last output token is never written to the cache, so prompt + output - 1 tokens have to fit; prompts that
+    max_model_len refuses do not count.
+    """
+    longest = (workload.num_prompt_tokens + workload.num_output_tokens).clip(max=config.max_model_len) - 1
+    too_large = (longest > config.num_kv_tokens) & (workload.num_prompt_tokens < config.max_model_len)
+    if too_large.any():
+        row = int(too_large.argmax())
+        needed = -(-int(longest[row]) // config.block_size)
+        raise RequestTooLarge(
+            f"request {row} needs {needed:,} KV blocks ({int(longest[row]):,} tokens) but the cache has "
+            f"{config.num_usable_blocks:,}: lower max_model_len or the request's length, or make the pool larger"
+        )
+
+
+def _reporting(client: Client, total: int, progress: Progress) -> Callable[[Request, int], None]:
+    every = max(1, total // 200)
+
+    def on_finish(request: Request, end_ns: int) -> None:
+        client.answered(request, end_ns)
+        if client.num_done % every == 0 or client.num_done == total:
+            progress(client.num_done, total)
+
+    return on_finish

@@ -1,0 +1,40 @@
+"""Simulated time: a SimPy environment in whole nanoseconds, with a stated order of what happens at one instant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import simpy
+from simpy.events import Event
+
+NORMAL = 1
+STEP_END = 2
+"""Plus the replica's number: at one instant the world acts first, then the replicas in order."""
+REPLY_NS = 1
+"""An answer leaves the replica one tick after its step, so nothing passes between replicas within an instant."""
+
+
+class World(simpy.Environment):
+    """A SimPy environment whose time is whole nanoseconds, because every delay is."""
+
+    @property
+    def now_ns(self) -> int:
+        """The present, in nanoseconds from the start of the run."""
+        return self._now  # type: ignore[no-any-return]
+
+    def call_in(self, delay_ns: int, action: Callable[[Any], None], value: Any = None) -> None:
+        """Let ``action(value)`` happen ``delay_ns`` from now."""
+        event = Occurrence(self)
+        event.callbacks = [lambda _: action(value)]
+        event.fire(delay_ns, NORMAL)
+
+
+class Occurrence(Event):
+    """An event that is fired once, at a chosen delay and rank within its instant (a SimPy timeout has no rank)."""
+
+    def fire(self, delay_ns: int, rank: int) -> None:
+        """Happen ``delay_ns`` from now; at that instant, lower ranks go first."""
+        self._ok = True
+        self._value = None
+        self.env.schedule(self, rank, delay_ns)
