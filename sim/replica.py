@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+from simpy.events import Event
+
 from windtunnel.sim.engine.protocols import Executor
 from windtunnel.sim.engine.request import Request
 from windtunnel.sim.engine.scheduler import Scheduler
 from windtunnel.sim.log import ReplicaLog
 from windtunnel.sim.world import STEP_END, Occurrence, World
+
+RETRY_NS = 1_000_000
+"""Pause after a step in which nothing was computed though requests are there.  Source: vLLM's engine loop."""
 
 
 class Replica:
@@ -47,7 +52,7 @@ class Replica:
             self._asleep.fire(0, STEP_END + self.number)
             self._asleep = None
 
-    def _serve(self) -> Generator[Occurrence, Any, None]:
+    def _serve(self) -> Generator[Event, Any, None]:
         world, scheduler, log, rank = self._world, self.scheduler, self._log, STEP_END + self.number
         pool = scheduler.pool
         while True:
@@ -55,6 +60,9 @@ class Replica:
             plan = scheduler.schedule(start_ns)
             if plan.preemptions:
                 log.write_preemptions(plan, start_ns)
+            if plan.preemptions and plan.is_empty:
+                yield world.timeout(RETRY_NS)  # what the victim gave back can be used by the next decision
+                continue
             if plan.is_empty:
                 self._asleep = Occurrence(world)
                 yield self._asleep

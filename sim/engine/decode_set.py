@@ -26,7 +26,7 @@ class DecodeSet:
         self._phases: list[dict[Request, None]] = [{} for _ in range(block_size)]
         self._newest = [-1] * block_size  # highest admission number that a phase has seen
         self._unsorted: set[int] = set()  # phases in which somebody joined behind a later admission
-        self._finishes: dict[int, list[Request]] = {}
+        self._finishes: dict[int, dict[Request, None]] = {}
         self._eager: dict[Request, None] = {}
 
     def join(self, request: Request, num_left: int, eager: bool) -> None:
@@ -45,7 +45,7 @@ class DecodeSet:
             self._unsorted.add(phase)
         else:
             self._newest[phase] = request.order
-        self._finishes.setdefault(request.finish_clock, []).append(request)
+        self._finishes.setdefault(request.finish_clock, {})[request] = None
         if eager:
             self._eager[request] = None
 
@@ -54,6 +54,10 @@ class DecodeSet:
         self.size -= 1
         self._sum_base -= request.base
         del self._phases[-request.base % self._block_size][request]
+        finishing = self._finishes[request.finish_clock]
+        del finishing[request]
+        if not finishing:
+            del self._finishes[request.finish_clock]
         if self._eager:
             self._eager.pop(request, None)
         request.decoding = False
@@ -85,10 +89,7 @@ class DecodeSet:
 
     def due(self) -> list[Request]:
         """The members that have all their tokens now; they are still members."""
-        at = self._finishes.pop(self.clock, None)
-        if at is None:
-            return []
-        return [request for request in at if request.finish_clock == self.clock]
+        return list(self._finishes.get(self.clock, ()))
 
     def _in_order(self, phase: int) -> list[Request]:
         members = self._phases[phase]

@@ -72,8 +72,8 @@ class Scheduler:
     def schedule(self, now_ns: int) -> StepPlan:
         """Decide the next step and hold its blocks.  An empty plan means that nothing can be computed now.
 
-        With requests waiting, an empty plan is final until something is added or aborted: the head of the queue can
-        never be admitted.
+        An empty plan that preempted nobody is final until something is added or aborted: what waits can never be
+        admitted.  After one that did preempt, ask again.
         """
         plan = StepPlan(self.decoding.clock)
         threshold = self._chunk_limit()
