@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 
+import numpy as np
 from simpy.events import Timeout
 
 from windtunnel.sim.engine.keys import BlockKeys, PrivateKeys, StreamKeys
@@ -35,6 +36,7 @@ class Client:
         self._limit = workload.max_concurrency
         self._num_in_flight = 0
         self._held: deque[tuple[int, int]] = deque()  # (row, due_ns) of due requests without a place
+        self._is_due = np.zeros(len(workload), bool)
         self._in_engine: dict[int, tuple[Request, int]] = {}  # row -> (request, due_ns)
         self._followers = _followers(workload)
         self._submit: Callable[[Request], None] | None = None
@@ -53,23 +55,17 @@ class Client:
 
     def write_unfinished(self, num_emitted: Callable[[Request], int]) -> int:
         """Log what is still open at the end of the run; returns how many that are."""
-        seen = 0
         for request, due_ns in self._in_engine.values():
             self._log.write(request, Outcome.UNFINISHED, 0, due_ns, -1, num_emitted(request))
-            seen += 1
-        waiting = dict(self._held)
-        missing = len(self._workload) - self.num_done - seen
-        if missing:
-            self._write_unsent(waiting)
-        return seen + missing
+        for row, due_ns in self._held:
+            self._write_unsent(row, due_ns)
+        for row in (~self._is_due).nonzero()[0].tolist():
+            self._write_unsent(row, int(self._workload.arrival_ns[row]))
+        return len(self._workload) - self.num_done
 
-    def _write_unsent(self, waiting: dict[int, int]) -> None:
-        logged = set(self._log.rows())
+    def _write_unsent(self, row: int, due_ns: int) -> None:
         prompt, priority = self._workload.num_prompt_tokens, self._workload.priority
-        for row in range(len(self._workload)):
-            if row not in logged:
-                due_ns = waiting.get(row, int(self._workload.arrival_ns[row]))
-                self._log.write_unsent(row, due_ns, int(prompt[row]), int(priority[row]))
+        self._log.write_unsent(row, due_ns, int(prompt[row]), int(priority[row]))
 
     def _arrivals(self) -> Generator[Timeout, None, None]:
         world = self._world
@@ -80,6 +76,7 @@ class Client:
             self._due(row)
 
     def _due(self, row: int) -> None:
+        self._is_due[row] = True
         if self._limit is not None and self._num_in_flight >= self._limit:
             self._held.append((row, self._world.now_ns))
         else:

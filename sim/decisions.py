@@ -15,7 +15,7 @@ from typing import Any
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.keys import TokenKeys
 from windtunnel.sim.engine.plan import StepPlan
-from windtunnel.sim.engine.request import Request, Status
+from windtunnel.sim.engine.request import Request
 from windtunnel.sim.engine.scheduler import Scheduler
 
 JsonDict = dict[str, Any]
@@ -58,11 +58,13 @@ def token_id(seed: int, index: int) -> int:
     return 3 + (x ^ (x >> 31)) % (VOCABULARY - 3)
 
 
-def replay(case: JsonDict) -> Iterator[JsonDict]:
+def replay(case: Any) -> Iterator[JsonDict]:
     """The lines of a decision trace: a header, one line an iteration, a summary.
 
     Raises CaseError, naming the key or request, for a case that is malformed or asks for what is not modelled yet.
     """
+    if not isinstance(case, dict):
+        raise CaseError(f"a case must be an object with 'config' and 'requests', got {type(case).__name__}")
     return _Replay(case).lines()
 
 
@@ -168,7 +170,7 @@ class _Replay:
         self.num_decisions += 1
         plan = self.scheduler.schedule(0)
         line["sched"] = self._decision(plan)
-        emitted = [request for request in self.scheduler.scheduled_tokens(plan)] if not plan.is_empty else []
+        emitted = list(self.scheduler.scheduled_tokens(plan)) if not plan.is_empty else []
         late = {chunk.request for chunk in plan.chunks if not chunk.samples}
         out = {str(request.request_id): 1 for request in emitted if request not in late}
         finished = [] if plan.is_empty else self.scheduler.commit(plan, 0)
@@ -233,7 +235,7 @@ class _Replay:
 
 
 def _config(case: JsonDict) -> SchedulerConfig:
-    if not isinstance(case, dict) or not isinstance(case.get("config"), dict):
+    if not isinstance(case.get("config"), dict):
         raise CaseError("a case needs an object 'config'")
     given = dict(case["config"])
     for key, neutral in LATER_KEYS.items():

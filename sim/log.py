@@ -1,17 +1,18 @@
-"""Writes records while a simulation runs: appends to flat arrays, which become columns at the end."""
+"""Writes records while a simulation runs: whole rows are appended, columns come out at the end."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import fields
+from typing import Generic, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.plan import StepPlan
 from windtunnel.sim.engine.request import Request
 from windtunnel.sim.records import (
+    IntArray,
     Outcome,
     PreemptionTable,
     ReplicaRecords,
@@ -19,21 +20,60 @@ from windtunnel.sim.records import (
     SpanTable,
     StepTable,
     Table,
-    empty_table,
 )
+
+ROWS_PER_PACK = 1 << 14
+
+
+class Rows(Generic[Table]):
+    """Rows of whole numbers, packed into growing columns now and then so that a number takes 8 bytes."""
+
+    def __init__(self, kind: type[Table]) -> None:
+        self._kind: type[Table] = kind
+        self._width = len(fields(kind))
+        self._loose = array("q")
+        self._num_packed = 0
+        self._columns = [np.empty(ROWS_PER_PACK, np.int64) for _ in range(self._width)]
+
+    def append(self, row: tuple[int, ...]) -> None:
+        """Add a row: the fields of the table in order."""
+        self._loose.extend(row)
+        if len(self._loose) == ROWS_PER_PACK * self._width:
+            self._pack()
+
+    def table(self, order_by: tuple[str, ...] = ()) -> Table:
+        """The rows as a table, sorted by the named columns (the last is the first to count); none are left here."""
+        self._pack()
+        columns, self._columns = [column[: self._num_packed] for column in self._columns], []
+        if order_by:
+            names = [field.name for field in fields(self._kind)]
+            order = np.lexsort([columns[names.index(name)] for name in order_by])
+            for i, column in enumerate(columns):
+                columns[i] = column[order]
+        return cast(Table, self._kind(*columns))
+
+    def _pack(self) -> None:
+        rows = np.frombuffer(self._loose, dtype=np.int64).reshape(-1, self._width)
+        start, end = self._num_packed, self._num_packed + len(rows)
+        for i, values in enumerate(rows.T):
+            if end > len(self._columns[i]):
+                self._columns[i] = _doubled(self._columns[i])
+            self._columns[i][start:end] = values
+        self._num_packed = end
+        self._loose = array("q")
 
 
 class RequestLog:
     """One row a request, whoever served it."""
 
     def __init__(self) -> None:
-        self._rows = array("q")
+        self._rows = Rows(RequestTable)
 
     def write(
         self, request: Request, outcome: Outcome, replica: int, due_ns: int, finish_ns: int, num_output_tokens: int
     ) -> None:
         """A request that came to an engine, and how it ended; its id is its row in the workload."""
-        self._rows.extend(
+        self._rows.append(
             (
                 int(request.request_id),
                 outcome,
@@ -56,18 +96,13 @@ class RequestLog:
 
     def write_unsent(self, row: int, due_ns: int, num_prompt_tokens: int, priority: int) -> None:
         """A request that the client still held when the run ended."""
-        self._rows.extend(
+        self._rows.append(
             (row, Outcome.UNFINISHED, -1, due_ns, -1, -1, -1, -1, num_prompt_tokens, 0, priority, 0, 0, 0, 0, 0)
         )
 
-    def rows(self) -> list[int]:
-        """Workload rows of the requests written so far."""
-        return _matrix(self._rows, RequestTable)[:, 0].tolist()
-
     def table(self) -> RequestTable:
-        """All rows, in the order of the workload."""
-        rows = _matrix(self._rows, RequestTable)
-        return _table(rows[np.argsort(rows[:, 0], kind="stable")], RequestTable)
+        """All rows, in the order of the workload; they are no longer held here."""
+        return self._rows.table(order_by=("request",))
 
 
 class ReplicaLog:
@@ -75,9 +110,9 @@ class ReplicaLog:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._steps = array("q")
-        self._spans = array("q")
-        self._preemptions = array("q")
+        self._steps = Rows(StepTable)
+        self._spans = Rows(SpanTable)
+        self._preemptions = Rows(PreemptionTable)
 
     def write_step(
         self,
@@ -91,7 +126,7 @@ class ReplicaLog:
     ) -> None:
         """A step that ran, with the state of the engine while it did."""
         shape = plan.shape
-        self._steps.extend(
+        self._steps.append(
             (
                 start_ns,
                 end_ns,
@@ -110,7 +145,7 @@ class ReplicaLog:
     def write_preemptions(self, plan: StepPlan, now_ns: int) -> None:
         """The plan's preemptions."""
         for victim, num_computed, num_blocks, num_free, for_request in plan.preemptions:
-            self._preemptions.extend(
+            self._preemptions.append(
                 (
                     now_ns,
                     plan.number,
@@ -126,15 +161,14 @@ class ReplicaLog:
         """When a request got its tokens."""
         row = int(request.request_id)
         for first_step, count in spans:
-            self._spans.extend((row, first_step, count))
+            self._spans.append((row, first_step, count))
 
     def records(self) -> ReplicaRecords:
         """What the replica did, as columns."""
-        spans = _matrix(self._spans, SpanTable)
         return ReplicaRecords(
-            steps=_table(_matrix(self._steps, StepTable), StepTable),
-            spans=_table(spans[np.lexsort((spans[:, 1], spans[:, 0]))], SpanTable),
-            preemptions=_table(_matrix(self._preemptions, PreemptionTable), PreemptionTable),
+            steps=self._steps.table(),
+            spans=self._spans.table(order_by=("first_step", "request")),
+            preemptions=self._preemptions.table(),
             num_usable_blocks=self._config.num_usable_blocks,
             block_size=self._config.block_size,
             max_num_seqs=self._config.max_num_seqs,
@@ -142,9 +176,7 @@ class ReplicaLog:
         )
 
 
-def _matrix(rows: array[int], kind: type[Table]) -> npt.NDArray[np.int64]:
-    return np.frombuffer(rows, dtype=np.int64).reshape(-1, len(fields(kind)))
-
-
-def _table(rows: npt.NDArray[np.int64], kind: type[Table]) -> Table:
-    return kind(*np.ascontiguousarray(rows.T)) if len(rows) else empty_table(kind)
+def _doubled(column: IntArray) -> IntArray:
+    longer = np.empty(2 * len(column), np.int64)  # the new half costs nothing until it is written to
+    longer[: len(column)] = column
+    return longer

@@ -40,7 +40,10 @@ class RequestTable:
     due_ns: IntArray
     """When the client wanted to send it."""
     arrival_ns: IntArray
-    """When the engine got it; later than ``due_ns`` if a client-side limit held it back.  TTFT and E2EL count from here."""
+    """When the engine got it; later than ``due_ns`` if a client-side limit held it back.
+
+    TTFT and E2EL count from here.
+    """
     scheduled_ns: IntArray
     """Start of the first step that ran any of it."""
     first_token_ns: IntArray

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import simpy
-from simpy.events import Event
+from simpy.events import Event, EventPriority
 
 NORMAL = 1
 STEP_END = 2
@@ -21,7 +21,7 @@ class World(simpy.Environment):
     @property
     def now_ns(self) -> int:
         """The present, in nanoseconds from the start of the run."""
-        return self._now  # type: ignore[no-any-return]
+        return cast(int, self._now)
 
     def call_in(self, delay_ns: int, action: Callable[[Any], None], value: Any = None) -> None:
         """Let ``action(value)`` happen ``delay_ns`` from now."""
@@ -37,4 +37,4 @@ class Occurrence(Event):
         """Happen ``delay_ns`` from now; at that instant, lower ranks go first."""
         self._ok = True
         self._value = None
-        self.env.schedule(self, rank, delay_ns)
+        self.env.schedule(self, cast(EventPriority, rank), delay_ns)

@@ -159,13 +159,20 @@ def test_the_same_arguments_give_the_same_records(data: st.DataObject) -> None:
 def test_littles_law_holds_between_the_steps_and_the_requests() -> None:
     """Mean number in the engine, seen by the clock, is arrival rate times mean time in it, seen by the requests."""
     rng = np.random.default_rng(1)
-    work = workload((np.cumsum(rng.exponential(0.05, 800)) * 1e9).astype(np.int64), rng.integers(1, 300, 800), rng.integers(1, 60, 800))
+    work = workload(
+        (np.cumsum(rng.exponential(0.05, 800)) * 1e9).astype(np.int64),
+        rng.integers(1, 300, 800),
+        rng.integers(1, 60, 800),
+    )
     records = run(work, SchedulerConfig(num_gpu_blocks=200), COST)
     table, steps = records.requests, records.replicas[0].steps
     held = (steps.end_ns - steps.start_ns) * (steps.num_running + steps.num_waiting)
     # A request that comes in mid-step is counted by the next step only.
-    unseen = [int(steps.end_ns[np.searchsorted(steps.end_ns, at, side="left")] - at) for at in table.arrival_ns
-              if steps.start_ns[np.searchsorted(steps.end_ns, at, side="left")] < at]
+    unseen = [
+        int(steps.end_ns[np.searchsorted(steps.end_ns, at, side="left")] - at)
+        for at in table.arrival_ns
+        if steps.start_ns[np.searchsorted(steps.end_ns, at, side="left")] < at
+    ]
     assert int(held.sum()) + sum(unseen) == int((table.finish_ns - table.arrival_ns).sum())
 
 
@@ -179,7 +186,9 @@ def test_one_request_at_a_time_is_an_m_d_1_queue() -> None:
         gaps = np.random.default_rng(seed).exponential(service_s / rho, 2000)
         ones = np.ones(2000, np.int64)
         config = SchedulerConfig(max_num_seqs=1, enable_prefix_caching=False)
-        table = run(workload((np.cumsum(gaps) * 1e9).astype(np.int64), ones, ones), config, ConstantCost(step_s=service_s)).requests
+        table = run(
+            workload((np.cumsum(gaps) * 1e9).astype(np.int64), ones, ones), config, ConstantCost(step_s=service_s)
+        ).requests
         means.append(float((table.scheduled_ns - table.arrival_ns)[200:].mean()) / 1e9)
     expected = rho * service_s / (2 * (1 - rho))
     assert abs(np.mean(means) - expected) < 4 * np.std(means) / np.sqrt(len(means))
@@ -227,7 +236,9 @@ def test_a_prompt_that_never_fits_waits_for_ever_as_in_vllm() -> None:
 
 
 def test_a_horizon_leaves_the_rest_unfinished_with_what_it_had() -> None:
-    records = run(workload([0, 0], [10, 10], [3, 50]), SchedulerConfig(), ConstantCost(step_s=0.01), horizon_ns=105_000_000)
+    records = run(
+        workload([0, 0], [10, 10], [3, 50]), SchedulerConfig(), ConstantCost(step_s=0.01), horizon_ns=105_000_000
+    )
     assert records.requests.outcome.tolist() == [Outcome.FINISHED, Outcome.UNFINISHED]
     assert records.requests.num_output_tokens.tolist() == [3, 10]
     assert records.end_ns == 105_000_000

@@ -206,7 +206,9 @@ class NaiveRun:
                 "shape": shape,
                 "chunks": {name: n for name, n in log["scheduled"].items() if name not in self.decoding},
                 "blocks": log["blocks"],
-                "admitted": [(n, log["hit_tokens"][n], n in resumed) for n in log["scheduled"] if n in log["hit_tokens"]],
+                "admitted": [
+                    (n, log["hit_tokens"][n], n in resumed) for n in log["scheduled"] if n in log["hit_tokens"]
+                ],
                 "step_ns": step_ns,
             }
         )

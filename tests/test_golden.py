@@ -23,10 +23,11 @@ GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted((GOLDEN / "cases").glob("*.json"))
 FIELDS = {
     "sched": (
-        "n scheduled total new resumed running preempted hit_tokens blocks free samples notify_finished"
-    ).split(),
-    "upd": "n out finished".split(),
-    "state": "computed tokens nblk running waiting free free_crc cached_hashes".split(),
+        *("n", "scheduled", "total", "new", "resumed", "running", "preempted", "hit_tokens", "blocks", "free"),
+        *("samples", "notify_finished"),
+    ),
+    "upd": ("n", "out", "finished"),
+    "state": ("computed", "tokens", "nblk", "running", "waiting", "free", "free_crc", "cached_hashes"),
 }
 RecordProperty = Any
 

@@ -64,7 +64,10 @@ class BlockPool:
 
     def free_queue(self) -> list[int]:
         """The free blocks in the order in which they would be handed out."""
-        return [*reversed(self._blank), *(block for run, findable in self._queue for block in self._valid(run, findable))]
+        return [
+            *reversed(self._blank),
+            *(block for run, findable in self._queue for block in self._valid(run, findable)),
+        ]
 
     def take(self, count: int) -> list[int]:
         """Hand out ``count`` blocks; the caller has made sure that they are there.  What they held is forgotten."""

@@ -71,7 +71,8 @@ class SchedulerConfig:
             _at_least("max_num_active_seqs", self.max_num_active_seqs, 1)
             if self.max_num_active_seqs > self.max_num_seqs:
                 raise ValueError(
-                    f"max_num_active_seqs ({self.max_num_active_seqs}) must not exceed max_num_seqs ({self.max_num_seqs})"
+                    f"max_num_active_seqs ({self.max_num_active_seqs}) must not exceed "
+                    f"max_num_seqs ({self.max_num_seqs})"
                 )
         if self.max_num_scheduled_tokens is not None:
             _at_least("max_num_scheduled_tokens", self.max_num_scheduled_tokens, 1)

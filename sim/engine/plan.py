@@ -87,7 +87,7 @@ class StepPlan:
         self.admissions: list[Admission] = []
         self.preemptions: list[Preemption] = []
         self.left_out: list[Request] = []
-        """Running requests that get nothing in this step: the budget ran out, or the decision broke off, before them."""
+        """Running requests that get nothing in this step: the budget ran out or the decision broke off before them."""
         self.shape = EMPTY_SHAPE
 
     @property

@@ -22,7 +22,7 @@ class WaitingQueue(Protocol):
     def head(self) -> Request:
         """The next request; the queue must not be empty."""
 
-    def pop(self) -> Request:
+    def pop_head(self) -> Request:
         """Take out the head."""
 
     def remove(self, request: Request) -> None:
@@ -33,39 +33,16 @@ class WaitingQueue(Protocol):
     def __iter__(self) -> Iterator[Request]: ...
 
 
-class FcfsQueue:
+class FcfsQueue(deque[Request]):
     """First come, first served; what was preempted goes before everybody."""
 
-    __slots__ = ("_queue",)
-
-    def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
-
-    def add(self, request: Request) -> None:
-        """Queue a new request at the end."""
-        self._queue.append(request)
-
-    def put_back(self, request: Request) -> None:
-        """Queue a preempted request at the front."""
-        self._queue.appendleft(request)
+    add = deque.append
+    put_back = deque.appendleft
+    pop_head = deque.popleft
 
     def head(self) -> Request:
         """The next request; the queue must not be empty."""
-        return self._queue[0]
-
-    def pop(self) -> Request:
-        """Take out the head."""
-        return self._queue.popleft()
-
-    def remove(self, request: Request) -> None:
-        """Take out a request, wherever it stands."""
-        self._queue.remove(request)
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue)
+        return self[0]
 
 
 class PriorityQueue:
@@ -86,7 +63,7 @@ class PriorityQueue:
         """The next request; the queue must not be empty."""
         return self._queue[-1]
 
-    def pop(self) -> Request:
+    def pop_head(self) -> Request:
         """Take out the head."""
         return self._queue.pop()
 

@@ -277,7 +277,7 @@ class Scheduler:
             num_new = self._num_admission_blocks(request, hits, cached + num_tokens)
             if num_new is None:
                 return
-            waiting.pop()
+            waiting.pop_head()
             self._admit(plan, request, hits, now_ns)
             self._give_chunk(plan, request, num_tokens, num_new)
             left -= num_tokens
@@ -418,7 +418,7 @@ class Scheduler:
         return (self.num_computed_tokens(request) + num_scheduled) // self.config.block_size
 
     def _publish(self, request: Request, num_scheduled: int) -> None:
-        """Make the full blocks among the first ``num_scheduled`` tokens findable, as far as others may look for them."""
+        """Make the full blocks of the first ``num_scheduled`` tokens findable, as far as others may look for them."""
         num_shared = self._num_shared_blocks(request)
         if num_shared:
             self._register(request, min(num_scheduled // self.config.block_size, num_shared))

@@ -1,0 +1,185 @@
+"""The Python interface: simulate, look at the tables, save and load."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import windtunnel as wt
+from windtunnel.rundir import OutputError, check_can_write
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """An engine-only scenario of 40 requests; changes replace or extend its sections."""
+    scenario: dict[str, Any] = {
+        "name": "small",
+        "deployment": {"num_gpu_blocks_override": 200},
+        "engine": {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 1024},
+        "workload": {"num_requests": 40, "input": "uniform:low=10,high=300", "output": "uniform:low=1,high=60", "request_rate": 5},
+        "cost": {"kind": "constant", "step_s": "10ms"},
+    }
+    for section, values in changes.items():
+        scenario[section] = {**scenario.get(section, {}), **values} if isinstance(values, dict) else values
+    return scenario
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_public_names_are_sorted_and_all_there() -> None:
+    assert sorted(wt.__all__) == wt.__all__
+    assert wt.__all__ == [name for name in dir(wt) if name != "__version__"]
+    for name in wt.__all__:
+        assert name == getattr(wt, name).__name__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'simulat'"):
+        wt.simulat  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_importing_windtunnel_loads_nothing_heavy() -> None:
+    heavy = ("torch", "triton", "plotly", "pandas", "scipy", "pyarrow", "pydantic", "numpy", "simpy", "typer")
+    code = f"import sys, windtunnel; print(*[name for name in {heavy!r} if name in sys.modules])"
+    assert "" == subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+    first, again, other = (wt.simulate(small(), seed=seed) for seed in (1, 1, 2))
+    assert first.summary == again.summary
+    assert first.requests.equals(again.requests)
+    assert not first.requests.equals(other.requests)
+
+
+def test_overrides_win_over_the_scenario() -> None:
+    run = wt.simulate(small(), max_num_seqs=2, cost={"kind": "constant", "step_s": 0.02})
+    assert run.records.replicas[0].max_num_seqs == 2
+    assert {20_000_000} == set(run.steps.eval("end_ns - start_ns"))
+    sources = {entry["key"]: entry["source"] for entry in run.resolved["settings"]}
+    assert "max_num_seqs=" == sources["max_num_seqs"]
+    assert "cost=" == sources["step_s"]
+    assert "scenario argument" == sources["max_num_batched_tokens"]
+
+
+def test_latencies_in_seconds_follow_from_the_records() -> None:
+    run = wt.simulate(small(workload={"output": "uniform:low=1,high=3"}))
+    table = run.requests
+    assert table.ttft_s.tolist() == ((table.first_token_ns - table.arrival_ns) / 1e9).tolist()
+    assert run.summary["mean_ttft_ms"] == pytest.approx(1000 * table.ttft_s.mean())
+    assert run.summary["mean_e2el_ms"] == pytest.approx(1000 * table.e2el_s.mean())
+    assert run.summary["mean_tpot_ms"] == pytest.approx(1000 * table.tpot_s.mean())
+    assert (table.num_output_tokens == 1).tolist() == table.tpot_s.isna().tolist()
+    assert (table.num_output_tokens == 1).any()
+
+
+def test_what_never_happened_is_nan() -> None:
+    run = wt.simulate(small(run={"horizon": "2s"}))
+    unfinished = run.requests[run.requests.outcome == 1]
+    assert len(unfinished) > 0
+    assert unfinished.e2el_s.isna().all()
+    assert math.isnan(unfinished.ttft_s.iloc[-1])
+
+
+def test_requests_that_no_one_may_serve_are_counted_and_told() -> None:
+    run = wt.simulate(small(engine={"max_model_len": 200}))
+    long = run.requests.num_prompt_tokens >= 200
+    assert 0 < long.sum() < 40
+    assert long.sum() == run.summary["rejected"]
+    assert any(f"{long.sum()} of 40 prompts have max_model_len (200) tokens or more" in text for text in run.resolved["warnings"])
+
+
+def test_a_saved_run_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
+    run = wt.simulate(small(slo={"objectives": ["ttft:p99<1ms"], "goodput": ["ttft:100"]}))
+    run.save(tmp_path / "run")
+    loaded = wt.load_run(tmp_path / "run")
+    assert run.summary == loaded.summary
+    assert run.slo_passed is False
+    assert loaded.slo_passed is False
+    assert run.resolved == loaded.resolved
+    for name in ("requests", "steps", "spans", "preemptions"):
+        assert getattr(run, name).equals(getattr(loaded, name)), name
+    assert run.saturation_request_throughput == loaded.saturation_request_throughput is not None
+    assert loaded.records.end_ns == run.records.end_ns
+
+
+def test_equal_runs_are_saved_as_equal_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        wt.simulate(small(), seed=3).save(tmp_path / name)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    expected = {"preemptions", "requests", "spans", "steps", "workload"}
+    assert {f"{name}.parquet" for name in expected} | {"summary.json", "scenario.resolved.json"} == set(files(tmp_path / "a"))
+
+
+def test_saving_replaces_an_earlier_run_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    wt.simulate(small(), seed=1).save(folder)
+    before = files(folder)
+    (folder / "notes.txt").write_text("mine")
+    wt.simulate(small(), seed=2).save(folder)
+    assert "mine" == (folder / "notes.txt").read_text()
+    assert before["summary.json"] != files(folder)["summary.json"]
+    assert [folder] == list(tmp_path.iterdir()), "no scratch folder is left"
+
+
+def test_a_folder_with_other_things_is_only_written_to_by_force(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    run = wt.simulate(small())
+    with pytest.raises(OutputError, match="not empty and holds no earlier run"):
+        run.save(tmp_path)
+    assert ["thesis.tex"] == [path.name for path in tmp_path.iterdir()]
+    run.save(tmp_path, force=True)
+    assert "mine" == (tmp_path / "thesis.tex").read_text()
+    assert run.summary == wt.Run.load(tmp_path).summary
+
+
+def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / "file" / "deep" / "run"):
+        with pytest.raises(OutputError, match="cannot write"):
+            check_can_write(folder)
+
+
+def test_a_folder_that_holds_no_run_or_half_of_one_says_so(tmp_path: Path) -> None:
+    with pytest.raises(wt.RunUnreadable, match="there is no such folder"):
+        wt.load_run(tmp_path / "none")
+    with pytest.raises(wt.RunUnreadable, match=r"it has no scenario\.resolved\.json"):
+        wt.load_run(tmp_path)
+    wt.simulate(small()).save(tmp_path / "run")
+    (tmp_path / "run" / "steps.parquet").write_bytes(b"PAR1 cut off")
+    with pytest.raises(wt.RunUnreadable, match="simulate it again"):
+        wt.load_run(tmp_path / "run")
+
+
+def test_labels_of_a_trace_come_through(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("id,arrival_s,num_prompt_tokens,num_output_tokens\na,0,10,2\nb,1,20,3\n")
+    scenario = small()
+    scenario["workload"] = {"trace": str(trace)}
+    run = wt.simulate(scenario)
+    assert [10, 20] == run.requests.num_prompt_tokens.tolist()
+    run.save(tmp_path / "run")
+    if run.workload.labels is not None:
+        assert run.requests.label.tolist() == wt.load_run(tmp_path / "run").requests.label.tolist()
+
+
+def test_the_utilisation_is_that_of_the_measured_saturation() -> None:
+    run = wt.simulate(small(workload={"num_requests": 400}))
+    offered = 399 / (np.ptp(run.records.requests.due_ns) / 1e9)
+    assert run.summary["utilisation"] == pytest.approx(offered / run.saturation_request_throughput)
+    assert wt.simulate(small(run={"saturation": False})).summary["utilisation"] is None
+    closed = wt.simulate(small(workload={"max_concurrency": 4}))
+    assert closed.saturation_request_throughput is None
+
+
+def test_the_bundled_storm_preempts_as_real_vllm_did() -> None:
+    """700 preemptions and 338,578 recomputed tokens: shared/vllm_golden/pressure, recorded from vLLM 0.32."""
+    run = wt.simulate("preemption-storm")
+    assert 700 == run.summary["preemptions"] == len(run.preemptions)
+    assert 338_578 == run.summary["recomputed_prefill_tokens"]

@@ -1,0 +1,309 @@
+"""What models weigh: counts against published ones, sharding, and the refusal to guess."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windtunnel.sim.deployment.model import (
+    ModelSpec,
+    UnsupportedModel,
+    bundled_models,
+    load_model,
+    model_from_config,
+)
+
+GIB = 2**30
+
+PUBLISHED_PARAMETERS = {
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
+    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+    "meta-llama/Llama-3.1-405B-Instruct": 405_853_388_800,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B-Instruct": 14_770_033_664,
+    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,
+    "microsoft/phi-4": 14_659_507_200,
+    "facebook/opt-125m": 125_239_296,
+}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """A small Llama-like config."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 320,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+        **changes,
+    }
+
+
+def spec(**changes: Any) -> ModelSpec:
+    return model_from_config(config(**changes), "small")
+
+
+@pytest.mark.parametrize(("name", "published"), PUBLISHED_PARAMETERS.items())
+def test_the_parameter_count_is_the_published_one(name: str, published: int) -> None:
+    assert load_model(name).num_parameters == published
+
+
+def test_every_bundled_model_loads_by_its_id() -> None:
+    assert len(bundled_models()) >= 30
+    assert [load_model(name).name for name in bundled_models()] == bundled_models()
+
+
+def test_a_mixture_of_experts_counts_the_experts_a_token_visits() -> None:
+    mixtral = load_model("mixtral-8x7b")
+    one_expert_per_layer = 3 * 4096 * 14336
+    assert mixtral.num_parameters - mixtral.num_active_parameters == 32 * 6 * one_expert_per_layer
+
+
+def test_short_names_ids_and_any_case_name_the_same_model() -> None:
+    names = ("llama-3.1-8b", "Llama-3.1-8B", "META-LLAMA/llama-3.1-8b-instruct", "meta-llama/Meta-Llama-3.1-8B")
+    assert {load_model(name).name for name in names} == {"meta-llama/Llama-3.1-8B-Instruct"}
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown model 'llama-3.1-9b'.*Llama-3.1-8B"):
+        load_model("llama-3.1-9b")
+
+
+def test_a_stranger_s_repository_is_not_taken_for_the_original() -> None:
+    with pytest.raises(ValueError, match="unknown model"):
+        load_model("someone/Llama-3.1-8B")
+
+
+def test_a_path_to_the_config_or_to_its_folder_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config()))
+    assert load_model(str(folder)) == load_model(str(folder / "config.json"))
+    assert load_model(str(folder)).name == "tiny-llama"
+
+
+def test_broken_json_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{\n"hidden_size": 64,\n}')
+    with pytest.raises(ValueError, match=r"config\.json, line [23]: not valid JSON"):
+        load_model(str(path))
+
+
+def test_a_quantisation_file_beside_the_config_is_not_overlooked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config()))
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}))
+    fp8 = load_model(str(tmp_path))
+    assert fp8.weight_bytes() < spec().weight_bytes()
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}))
+    with pytest.raises(UnsupportedModel, match="NVFP4"):
+        load_model(str(tmp_path))
+
+
+def test_missing_and_impossible_values_are_named() -> None:
+    lacking = {key: value for key, value in config().items() if key != "num_hidden_layers"}
+    with pytest.raises(ValueError, match="small: the config lacks num_hidden_layers"):
+        model_from_config(lacking, "small")
+    with pytest.raises(ValueError, match="hidden_size must be a whole number of at least 1, got -64"):
+        spec(hidden_size=-64)
+    with pytest.raises(ValueError, match=r"num_attention_heads \(8\) must be a multiple"):
+        spec(num_key_value_heads=3)
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        spec(torch_dtype="float8")
+
+
+def test_what_the_config_leaves_out_takes_hugging_face_s_default() -> None:
+    sparse = {key: value for key, value in config().items() if key not in ("num_key_value_heads", "torch_dtype")}
+    model = model_from_config(sparse, "small")
+    assert model.num_key_value_heads == model.num_attention_heads
+    assert model.head_dim == 64 // 8
+    assert model.dtype == "bfloat16"
+
+
+def test_both_spellings_of_dtype_are_read_and_float32_runs_in_bfloat16() -> None:
+    newer = {key: value for key, value in config().items() if key != "torch_dtype"} | {"dtype": "float16"}
+    assert model_from_config(newer, "small").dtype == "float16"
+    assert spec(torch_dtype="float32").dtype == "bfloat16"
+    assert model_from_config(config(), "small", dtype="float32").weight_bytes() == 2 * spec().weight_bytes()
+
+
+def test_a_nested_text_config_is_followed() -> None:
+    inner = {key: value for key, value in config().items() if key != "torch_dtype"}
+    nested = {"architectures": ["Wrapper"], "torch_dtype": "float16", "text_config": inner}
+    assert model_from_config(nested, "small") == spec(torch_dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"sliding_window": 1024}, "sliding-window"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"mamba_d_state": 128}, "Mamba"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM"),
+        ({"architectures": [], "model_type": "gemma3"}, "gemma3"),
+        ({"text_config": config(), "vision_config": {"depth": 27}}, "vision_config"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "3 bits"),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "fp8",
+                    "modules_to_not_convert": ["model.layers.0.mlp.down_proj"],
+                }
+            },
+            "down_proj in high precision",
+        ),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        spec(**changes)
+
+
+def test_a_sliding_window_that_never_binds_is_no_reason_to_refuse() -> None:
+    assert spec(sliding_window=1024, use_sliding_window=False) == spec()
+    assert spec(sliding_window=2048) == spec()
+
+
+def test_the_default_context_follows_the_rope_scaling() -> None:
+    assert spec(rope_scaling={"type": "linear", "factor": 4.0}).max_model_len == 8192
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert spec(rope_scaling=yarn).max_model_len == 4096
+    assert spec(rope_scaling={"rope_type": "llama3", "factor": 8.0}).max_model_len == 2048
+    assert load_model("llama-3.1-8b").max_model_len == 131_072
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor_parallel_size", "dtype", "expected"),
+    [
+        ("llama-3.1-8b", 1, "auto", 131_072),
+        ("llama-3.1-8b", 1, "fp8", 65_536),
+        ("qwen2.5-7b", 1, "auto", 57_344),
+        ("llama-3.3-70b", 1, "auto", 327_680),
+        ("llama-3.3-70b", 4, "auto", 81_920),
+        ("deepseek-coder-6.7b", 2, "auto", 262_144),
+        ("qwen3-30b-a3b", 8, "auto", 2 * 48 * 1 * 128 * 2),
+    ],
+)
+def test_kv_bytes_per_token_are_those_of_one_gpu(
+    name: str, tensor_parallel_size: int, dtype: str, expected: int
+) -> None:
+    assert load_model(name).kv_bytes_per_token(tensor_parallel_size, dtype) == expected
+
+
+def test_an_unknown_kv_dtype_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_dtype must be one of auto, .*got 'fp4'"):
+        spec().kv_bytes_per_token(1, "fp4")
+
+
+def test_a_size_that_does_not_divide_the_heads_names_those_that_do() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel_size 3.*choose one of 1, 2, 4, 8"):
+        spec().weight_bytes(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor_parallel_size", "logged_gib"),
+    [
+        ("llama-3.1-8b", 1, 14.99),
+        ("llama-3.1-8b", 2, 7.51),
+        ("llama-3.1-8b", 4, 3.77),
+        ("llama-3.3-70b", 4, 32.89),
+        ("codellama-7b", 1, 12.56),
+        ("qwen3-8b", 4, 3.82),
+        ("qwen3-30b-a3b", 4, 14.25),
+    ],
+)
+def test_weights_with_the_rotary_table_are_what_vllm_logs(
+    name: str, tensor_parallel_size: int, logged_gib: float
+) -> None:
+    model = load_model(name)
+    loaded = model.weight_bytes(tensor_parallel_size) + model.rotary_cache_bytes()
+    assert loaded / GIB == pytest.approx(logged_gib, abs=0.006)
+
+
+def test_eight_bit_weights_leave_embeddings_and_head_in_bf16() -> None:
+    int8 = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}, "input_activations": {"num_bits": 8}}},
+        "ignore": ["lm_head"],
+    }
+    llama = {
+        **config(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "quantization_config": int8,
+    }
+    model = model_from_config(llama, "w8a8")
+    assert (model.weight_bytes() + model.rotary_cache_bytes()) / GIB == pytest.approx(8.49, abs=0.006)
+    assert model.num_parameters == 8_030_261_248
+    assert model.weight_format is not None
+    assert model.weight_format.gemm_dtype == "int8"
+
+
+def test_four_bit_weights_carry_their_scales() -> None:
+    awq = spec(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
+    linear = awq.dense_linear_parameters()
+    assert awq.dense_linear_bytes() == linear // 2 + linear // 128 * 20 // 8
+    assert awq.weight_format is not None
+    assert awq.weight_format.gemm_dtype == "bf16"
+
+
+@given(
+    heads_per_kv=st.sampled_from([1, 2, 4]),
+    kv_heads=st.sampled_from([1, 2, 4, 8]),
+    layers=st.integers(1, 4),
+    tied=st.booleans(),
+    experts=st.sampled_from([0, 4]),
+)
+def test_splitting_never_adds_weight_to_a_gpu_nor_loses_any(
+    heads_per_kv: int, kv_heads: int, layers: int, tied: bool, experts: int
+) -> None:
+    changes: dict[str, Any] = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = spec(
+        architectures=["Qwen3MoeForCausalLM" if experts else "LlamaForCausalLM"],
+        num_hidden_layers=layers,
+        num_attention_heads=heads_per_kv * kv_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+        tie_word_embeddings=tied,
+        **(changes if experts else {}),
+    )
+    assert model.weight_bytes(1) == model.num_parameters * 2
+    sizes = model.tensor_parallel_sizes()
+    held = [model.weight_bytes(size) for size in sizes]
+    assert held == sorted(held, reverse=True)
+    cached = [model.kv_bytes_per_token(size) for size in sizes]
+    assert cached == sorted(cached, reverse=True)
+    for size, weights, cache in zip(sizes, held, cached, strict=True):
+        assert size * weights >= model.weight_bytes(1)
+        assert size * cache >= model.kv_bytes_per_token(1)
+        if size <= kv_heads:
+            assert size * cache == model.kv_bytes_per_token(1)

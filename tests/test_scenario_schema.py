@@ -1,0 +1,200 @@
+"""Scenario files: what they accept, and what they say about what they do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
+from windtunnel.scenarios.load import Loaded, Override, bundled_scenarios, load_scenario, override_path
+from windtunnel.scenarios.schema import SECTIONS, Scenario, json_schema
+
+WORKLOAD = "[workload]\nnum_requests = 10\ninput = 100\noutput = 10\n"
+
+
+@pytest.fixture
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(text: str, **overrides: Any) -> Loaded:
+    """Load ``text`` as scenario.toml of the working folder, with overrides as flags."""
+    Path("scenario.toml").write_text(text, "utf-8")
+    flags = {key: Override(value, "--" + key.replace("_", "-")) for key, value in overrides.items()}
+    return load_scenario("scenario.toml", flags)
+
+
+def complaint(text: str, **overrides: Any) -> str:
+    with pytest.raises(ScenarioError) as caught:
+        load(text, **overrides)
+    return str(caught.value)
+
+
+def test_an_unknown_key_names_the_nearest_one_with_file_and_line(in_tmp: Path) -> None:
+    text = WORKLOAD + "\n[engine]  # knobs\nblock_size = 16\nmax_num_seq = 64\n"
+    assert "scenario.toml:8: unknown key 'max_num_seq' in [engine]; did you mean 'max_num_seqs'?" == complaint(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[engine]\nmodel = 'x'\n", ":6: unknown key 'model' in [engine]; it belongs in [deployment]"),
+        ("[egnine]\nblock_size = 16\n", ":5: unknown key 'egnine'; did you mean 'engine'?"),
+        ("start = 5\n", ":5: unknown key 'start' in [workload]; it needs a trace"),
+        ("[engine]\nmax_num_seqs = 0\n", ":6: max_num_seqs = 0 in [engine] must be at least 1"),
+        ("[engine]\nwatermark = 1.5\n", ":6: watermark = 1.5 in [engine] must be at least 0 and below 1"),
+        ("[engine]\nmax_num_seqs = 1.5\n", ":6: max_num_seqs = 1.5 in [engine] must be a whole number such as 8192"),
+        ("[engine]\nmax_num_seqs = true\n", ":6: max_num_seqs = true in [engine] must be a whole number"),
+        ("[engine]\nenable_prefix_caching = 'on'\n", ":6: enable_prefix_caching = 'on' in [engine] must be true or false"),
+        ("[engine]\nscheduling_policy = 'lifo'\n", ":6: scheduling_policy = 'lifo' in [engine] must be one of 'fcfs' or"),
+        ("[run]\nhorizon = 'soon'\n", ":6: horizon = 'soon' in [run] must be a duration"),
+        ("[deployment]\nkv_cache_memory_bytes = '16 gb'\n", "16GiB is 16 * 2**30 bytes, 16GB is 16 * 10**9 bytes"),
+        ("[deployment]\ngpu_memory_utilization = 92\n", "must be above 0 and at most 1"),
+        ("[cost]\nkind = 'guess'\n", ":6: kind = 'guess' in [cost] must be one of 'roofline', 'constant'"),
+        ("[cost]\nkind = 'constant'\n", ":5: missing 'step_s' in [cost]"),
+        ("[cost]\nstep_s = '10ms'\n", ":6: unknown key 'step_s' in [cost]; it needs kind = 'constant'"),
+        ("[run]\npercentiles = [50, 250]\n", ":6: percentiles[1] = 250 in [run] must be below 100"),
+        ("[slo]\nobjectives = 'ttft:p99<1s'\n", ":6: objectives = 'ttft:p99<1s' in [slo] must be a list"),
+    ],
+)
+def test_what_is_wrong_is_named_with_line_key_value_and_range(in_tmp: Path, text: str, expected: str) -> None:
+    assert expected in complaint(WORKLOAD + text)
+
+
+def test_a_key_that_needs_another_workload_says_so(in_tmp: Path) -> None:
+    assert "a trace brings its own lengths and arrivals" in complaint("[workload]\ntrace = 'a.csv'\nnum_requests = 4\n")
+
+
+def test_all_complaints_come_at_once_in_the_order_of_the_file(in_tmp: Path) -> None:
+    text = WORKLOAD + "[engine]\nblock_size = 0\nmax_num_seqz = 1\nwatermark = 2\n"
+    lines = complaint(text).splitlines()
+    assert ["scenario.toml:6", "scenario.toml:7", "scenario.toml:8"] == [line.partition(": ")[0] for line in lines]
+
+
+def test_a_scenario_without_a_workload_says_how_to_give_one(in_tmp: Path) -> None:
+    assert "give a trace, or num_requests, input and output" in complaint("[engine]\nblock_size = 16\n")
+
+
+def test_text_that_is_no_toml_names_its_line(in_tmp: Path) -> None:
+    assert complaint("name = 'a'\nx = = 3\n").startswith("scenario.toml:2: not valid TOML: ")
+
+
+def test_a_scenario_of_another_version_is_refused(in_tmp: Path) -> None:
+    assert "scenario.toml:1: schema_version = 2 must be 1" == complaint("schema_version = 2\n" + WORKLOAD)
+
+
+def test_a_missing_file_names_the_nearest_bundled_scenario() -> None:
+    with pytest.raises(ScenarioUnreadable, match="did you mean 'chat-8b-h100'"):
+        load_scenario("chat-8b-h10")
+
+
+def test_a_folder_or_binary_file_cannot_be_read(in_tmp: Path) -> None:
+    Path("binary.toml").write_bytes(b"\xff\xfe\x00")
+    for name in (".", "binary.toml"):
+        with pytest.raises(ScenarioUnreadable, match="cannot read scenario"):
+            load_scenario(name)
+
+
+def test_numbers_are_read_with_their_units(in_tmp: Path) -> None:
+    text = """
+    [deployment]
+    kv_cache_memory_bytes = "16GiB"
+    [engine]
+    max_num_batched_tokens = "16k"
+    max_model_len = "8K"
+    [workload]
+    trace = "a.csv"
+    start = "20m"
+    duration = 90
+    """
+    scenario = load(text).scenario
+    assert 16 * 2**30 == scenario.deployment.kv_cache_memory_bytes
+    assert (16_000, 8192) == (scenario.engine.max_num_batched_tokens, scenario.engine.max_model_len)
+    assert (1200.0, 90.0) == (scenario.workload.start, scenario.workload.duration)  # type: ignore[union-attr]
+
+
+def test_a_distribution_may_be_written_as_text(in_tmp: Path) -> None:
+    as_text = load("[workload]\ninput = 'lognormal:mean=512,sigma=0.8'\noutput = '1k'\n").scenario
+    as_table = load("[workload]\noutput = 1000\ninput = {dist = 'lognormal', mean = 512, sigma = 0.8}\n").scenario
+    assert as_table == as_text
+
+
+def test_each_value_knows_who_gave_it(in_tmp: Path) -> None:
+    loaded = load(WORKLOAD + "[engine]\nblock_size = 32\nmax_num_seqs = 8\n", max_num_seqs="16")
+    assert "scenario.toml:6" == loaded.source_of("engine", "block_size")
+    assert "--max-num-seqs" == loaded.source_of("engine", "max_num_seqs")
+    assert loaded.source_of("engine", "watermark") is None
+    assert 16 == loaded.scenario.engine.max_num_seqs
+
+
+def test_a_wrong_flag_is_named_instead_of_the_line_that_it_overrides(in_tmp: Path) -> None:
+    text = WORKLOAD + "[engine]\nmax_num_seqs = 8\n"
+    assert "--max-num-seqs: max_num_seqs = 'x' in [engine] must be a whole number" in complaint(text, max_num_seqs="x")
+
+
+def test_a_trace_from_a_flag_replaces_the_workload_of_the_file(in_tmp: Path) -> None:
+    loaded = load(WORKLOAD, trace="b.csv")
+    assert "b.csv" == loaded.scenario.workload.trace  # type: ignore[union-attr]
+    assert ("--trace replaces the scenario's own workload",) == loaded.notes
+
+
+def test_paths_of_the_file_are_relative_to_it_and_those_of_flags_to_the_working_folder(in_tmp: Path) -> None:
+    Path("sub").mkdir()
+    Path("sub/s.toml").write_text("[workload]\ntrace = 'a.csv'\n")
+    from_file = load_scenario("sub/s.toml")
+    from_flag = load_scenario("sub/s.toml", {"trace": Override("b.csv", "--trace")})
+    assert Path("sub/a.csv") == from_file.path_of("workload", "trace", "a.csv")
+    assert Path("b.csv") == from_flag.path_of("workload", "trace", "b.csv")
+
+
+def test_a_section_can_be_overridden_whole(in_tmp: Path) -> None:
+    loaded = load(WORKLOAD + "[cost]\nkind = 'affine'\nbase_s = 1\n", cost="constant:step_s=10ms")
+    assert {"kind": "constant", "step_s": 0.01} == loaded.scenario.cost.model_dump()
+    assert "--cost" == loaded.source_of("cost", "step_s")
+
+
+def test_an_unknown_override_names_the_nearest_setting() -> None:
+    with pytest.raises(ScenarioError, match="unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"):
+        override_path("max_num_seq")
+
+
+def test_a_dict_and_a_scenario_load_like_a_file(in_tmp: Path) -> None:
+    table = {"name": "scenario", "workload": {"num_requests": 10, "input": 100, "output": 10}}
+    from_file = load(WORKLOAD).scenario
+    assert from_file == load_scenario(table).scenario
+    assert from_file == load_scenario(from_file).scenario
+    assert {"num_requests": 10, "input": 100, "output": 10} == table["workload"], "the caller's dict is left alone"
+
+
+def test_no_key_of_two_sections_has_the_same_name() -> None:
+    home: dict[str, str] = {}
+    for section, models in SECTIONS.items():
+        for key in {key for model in models for key in model.model_fields}:
+            assert section == home.setdefault(key, section), f"{key} is in [{home[key]}] and [{section}]"
+
+
+def test_every_bundled_scenario_loads_and_says_in_one_line_what_it_is() -> None:
+    names = bundled_scenarios()
+    assert "chat-8b-h100" in names
+    for name, description in names.items():
+        scenario = load_scenario(name).scenario
+        assert name == scenario.name
+        assert description == scenario.description.strip()
+        assert 20 <= len(description) <= 120
+
+
+def test_the_json_schema_describes_every_key_and_its_range() -> None:
+    schema = json_schema()
+    json.dumps(schema, allow_nan=False)
+    assert set(Scenario.model_fields) == set(schema["properties"])
+    engine = schema["$defs"]["Engine"]
+    assert engine["additionalProperties"] is False
+    for name, item in engine["properties"].items():
+        assert item["description"], name
+    watermark = next(kind for kind in engine["properties"]["watermark"]["anyOf"] if kind["type"] == "number")
+    assert (0, 1) == (watermark["minimum"], watermark["exclusiveMaximum"])
+    assert '"ge"' not in json.dumps(schema)
