@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import fields
-from typing import Generic, cast
+from typing import Generic
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Rows(Generic[Table]):
     """Rows of whole numbers, packed into growing columns now and then so that a number takes 8 bytes."""
 
     def __init__(self, kind: type[Table]) -> None:
-        self._kind: type[Table] = kind
+        self._kind = kind
         self._width = len(fields(kind))
         self._loose = array("q")
         self._num_packed = 0
@@ -50,7 +50,7 @@ class Rows(Generic[Table]):
             order = np.lexsort([columns[names.index(name)] for name in order_by])
             for i, column in enumerate(columns):
                 columns[i] = column[order]
-        return cast(Table, self._kind(*columns))
+        return self._kind(*columns)
 
     def _pack(self) -> None:
         rows = np.frombuffer(self._loose, dtype=np.int64).reshape(-1, self._width)

@@ -149,10 +149,11 @@ class Records:
     """The run ended because waiting requests could never be scheduled (vLLM would spin for ever)."""
 
 
-Table = TypeVar("Table", RequestTable, StepTable, SpanTable, PreemptionTable)
+AnyTable = RequestTable | StepTable | SpanTable | PreemptionTable
+Table = TypeVar("Table", bound=AnyTable)
 
 
-def table_columns(table: RequestTable | StepTable | SpanTable | PreemptionTable) -> dict[str, IntArray]:
+def table_columns(table: AnyTable) -> dict[str, IntArray]:
     """The table's columns by name, in order: what a file or a DataFrame is made of."""
     return {field.name: getattr(table, field.name) for field in fields(table)}
 

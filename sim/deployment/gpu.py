@@ -1,0 +1,349 @@
+"""What the common GPUs can hold and how fast they are, from their datasheets."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from functools import cache
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSpec:
+    """One card, as the driver and the datasheet describe it.  Rates are peaks; FLOP/s are dense (no sparsity)."""
+
+    name: str
+    memory_bytes: int
+    """Total device memory as the driver reports it (``torch.cuda.mem_get_info``), which is what
+    gpu_memory_utilization multiplies.  It is less than the marketing figure, which counts in units of 10^9 or 2^30
+    and includes what ECC and the driver keep; drivers differ by up to 0.3 %."""
+    hbm_bandwidth_bytes_per_s: float
+    bf16_flops_per_s: float
+    """Tensor cores, bf16 or fp16 inputs, fp32 accumulation."""
+    fp8_flops_per_s: float | None
+    """None where the card has no fp8 units."""
+    int8_flops_per_s: float | None
+    link: str
+    """How cards of one host talk to each other."""
+    link_bytes_per_s: float
+    """Of that link, in each direction."""
+    link_latency_s: float
+    """Of one small all-reduce over that link: an engineering estimate by kind of link.  vLLM's all-reduce of up to
+    8 KiB in a CUDA graph takes 4 to 8 us on A100, H100 and B300 and 5 to 27 us on L40S (aiconfigurator-core 0.12)."""
+    memory_source: str
+    """Where ``memory_bytes`` was seen."""
+    source: str
+    """The datasheet of the other figures."""
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "hbm_bandwidth_bytes_per_s", "bf16_flops_per_s", "link_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{self.name}: {name} must be positive, got {getattr(self, name)!r}")
+        for name in ("fp8_flops_per_s", "int8_flops_per_s"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{self.name}: {name} must be positive or None, got {getattr(self, name)!r}")
+        if not self.link_latency_s >= 0:
+            raise ValueError(f"{self.name}: link_latency_s must not be negative, got {self.link_latency_s!r}")
+
+    @property
+    def memory_gib(self) -> float:
+        """``memory_bytes`` in GiB."""
+        return self.memory_bytes / GIB
+
+    def flops_per_s(self, gemm_dtype: str) -> float:
+        """Dense peak for matrix products in "bf16" (fp16 is the same), "fp8" or "int8".
+
+        A format the card has no units for runs at the bf16 rate, as the weight-only kernels that vLLM then falls back
+        to do.  Raises ValueError for any other dtype.
+        """
+        if gemm_dtype == "bf16":
+            return self.bf16_flops_per_s
+        if gemm_dtype == "fp8":
+            return self.fp8_flops_per_s or self.bf16_flops_per_s
+        if gemm_dtype == "int8":
+            return self.int8_flops_per_s or self.bf16_flops_per_s
+        raise ValueError(f"gemm_dtype must be bf16, fp8 or int8, got {gemm_dtype!r}")
+
+
+def load_gpu(name: str) -> GpuSpec:
+    """The card of that name or alias ("h100", "H100-80GB", "NVIDIA A100-SXM4-40GB"), in any case and punctuation.
+
+    Raises ValueError, naming the nearest cards, for an unknown name.
+    """
+    known = _by_alias()
+    wanted = _squeeze(name)
+    if wanted in known:
+        return known[wanted]
+    near = difflib.get_close_matches(wanted, known, n=6, cutoff=0.4)
+    names = list(dict.fromkeys(known[match].name for match in near))[:3] or bundled_gpus()
+    raise ValueError(f"unknown GPU {name!r}; nearest: {', '.join(names)} (bundled_gpus() lists all)")
+
+
+def bundled_gpus() -> list[str]:
+    """Names of the cards in the table."""
+    return [gpu.name for gpu in _GPUS]
+
+
+@cache
+def _by_alias() -> dict[str, GpuSpec]:
+    return {_squeeze(alias): gpu for gpu in _GPUS for alias in (gpu.name, *gpu.aliases)}
+
+
+def _squeeze(name: str) -> str:
+    letters = re.sub(r"[^a-z0-9]", "", name.casefold())
+    return letters.removeprefix("nvidia").removeprefix("amd").removeprefix("geforce").removeprefix("instinct")
+
+
+def _gib(gib: float) -> int:
+    return round(gib * GIB)
+
+
+_LOG = "total in vLLM start-up logs"
+_OOM = "total capacity in PyTorch's out-of-memory messages"
+
+_NVLINK_LATENCY_S = 6e-6
+_PCIE_LATENCY_S = 15e-6
+
+_GPUS = (
+    GpuSpec(
+        name="A100-40GB-SXM",
+        memory_bytes=_gib(39.49),
+        hbm_bandwidth_bytes_per_s=1.555e12,
+        bf16_flops_per_s=312e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=624e12,
+        link="NVLink 3",
+        link_bytes_per_s=300e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_LOG,
+        source="NVIDIA A100 Tensor Core GPU datasheet (40GB)",
+        aliases=("a100-40", "a100-40gb", "a100-sxm4-40gb", "a100-40-sxm"),
+    ),
+    GpuSpec(
+        name="A100-80GB-SXM",
+        memory_bytes=_gib(79.25),
+        hbm_bandwidth_bytes_per_s=2.039e12,
+        bf16_flops_per_s=312e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=624e12,
+        link="NVLink 3",
+        link_bytes_per_s=300e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_OOM,
+        source="NVIDIA A100 80GB Tensor Core GPU datasheet",
+        aliases=("a100", "a100-80", "a100-80gb", "a100-sxm4-80gb", "a100-sxm", "a100-80-sxm"),
+    ),
+    GpuSpec(
+        name="A100-40GB-PCIe",
+        memory_bytes=_gib(39.49),
+        hbm_bandwidth_bytes_per_s=1.555e12,
+        bf16_flops_per_s=312e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=624e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source="as the SXM card",
+        source="NVIDIA A100 Tensor Core GPU datasheet (40GB)",
+        aliases=("a100-pcie-40gb", "a100-40-pcie"),
+    ),
+    GpuSpec(
+        name="A100-80GB-PCIe",
+        memory_bytes=_gib(79.25),
+        hbm_bandwidth_bytes_per_s=1.935e12,
+        bf16_flops_per_s=312e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=624e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source="as the SXM card",
+        source="NVIDIA A100 80GB Tensor Core GPU datasheet",
+        aliases=("a100-80gb-pcie", "a100-80-pcie", "a100-pcie", "a100 80gb pcie", "a100-pcie-80gb"),
+    ),
+    GpuSpec(
+        name="H100-SXM",
+        memory_bytes=_gib(79.19),
+        hbm_bandwidth_bytes_per_s=3.35e12,
+        bf16_flops_per_s=989.4e12,
+        fp8_flops_per_s=1978.9e12,
+        int8_flops_per_s=1978.9e12,
+        link="NVLink 4",
+        link_bytes_per_s=450e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_LOG,
+        source="NVIDIA H100 Tensor Core GPU datasheet (SXM); dense is half of the figures with sparsity",
+        aliases=("h100", "h100-80", "h100-80gb", "h100-sxm5", "h100-80gb-hbm3", "h100-sxm-80gb", "h100-80gb-sxm"),
+    ),
+    GpuSpec(
+        name="H100-PCIe",
+        memory_bytes=_gib(79.19),
+        hbm_bandwidth_bytes_per_s=2.0e12,
+        bf16_flops_per_s=756.5e12,
+        fp8_flops_per_s=1513e12,
+        int8_flops_per_s=1513e12,
+        link="PCIe 5.0 x16",
+        link_bytes_per_s=64e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source="as the SXM card",
+        source="NVIDIA H100 Tensor Core GPU datasheet (PCIe); dense is half of the figures with sparsity",
+        aliases=("h100-pcie-80gb", "h100-80gb-pcie"),
+    ),
+    GpuSpec(
+        name="H100-NVL",
+        memory_bytes=_gib(93.10),
+        hbm_bandwidth_bytes_per_s=3.9e12,
+        bf16_flops_per_s=835.5e12,
+        fp8_flops_per_s=1670.5e12,
+        int8_flops_per_s=1670.5e12,
+        link="NVLink bridge",
+        link_bytes_per_s=300e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_OOM,
+        source="NVIDIA H100 Tensor Core GPU datasheet (NVL, one card); dense is half of the figures with sparsity",
+        aliases=("h100-94gb", "h100-nvl-94gb"),
+    ),
+    GpuSpec(
+        name="H200",
+        memory_bytes=_gib(139.80),
+        hbm_bandwidth_bytes_per_s=4.8e12,
+        bf16_flops_per_s=989.4e12,
+        fp8_flops_per_s=1978.9e12,
+        int8_flops_per_s=1978.9e12,
+        link="NVLink 4",
+        link_bytes_per_s=450e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_OOM,
+        source="NVIDIA H200 Tensor Core GPU datasheet (SXM); dense is half of the figures with sparsity",
+        aliases=("h200-sxm", "h200-141gb", "h200-141"),
+    ),
+    GpuSpec(
+        name="B200",
+        memory_bytes=_gib(178.35),
+        hbm_bandwidth_bytes_per_s=7.7e12,
+        bf16_flops_per_s=2.25e15,
+        fp8_flops_per_s=4.5e15,
+        int8_flops_per_s=4.5e15,
+        link="NVLink 5",
+        link_bytes_per_s=900e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_OOM,
+        source="NVIDIA Blackwell datasheet (HGX B200, one eighth); dense is half of the figures with sparsity",
+        aliases=("b200-sxm", "b200-180gb", "hgx-b200"),
+    ),
+    GpuSpec(
+        name="B300",
+        memory_bytes=_gib(267.69),
+        hbm_bandwidth_bytes_per_s=7.75e12,
+        bf16_flops_per_s=2.25e15,
+        fp8_flops_per_s=4.5e15,
+        int8_flops_per_s=153.5e12,
+        link="NVLink 5",
+        link_bytes_per_s=900e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_OOM,
+        source="NVIDIA Blackwell Ultra datasheet (HGX B300, one eighth); dense is half of the figures with sparsity",
+        aliases=("b300-sxm", "b300-sxm6", "hgx-b300"),
+    ),
+    GpuSpec(
+        name="L40S",
+        memory_bytes=_gib(44.39),
+        hbm_bandwidth_bytes_per_s=864e9,
+        bf16_flops_per_s=362.05e12,
+        fp8_flops_per_s=733e12,
+        int8_flops_per_s=733e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_LOG,
+        source="NVIDIA L40S GPU datasheet",
+        aliases=("l40s-48gb",),
+    ),
+    GpuSpec(
+        name="L4",
+        memory_bytes=_gib(22.03),
+        hbm_bandwidth_bytes_per_s=300e9,
+        bf16_flops_per_s=121e12,
+        fp8_flops_per_s=242.5e12,
+        int8_flops_per_s=242.5e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_OOM,
+        source="NVIDIA L4 Tensor Core GPU datasheet; dense is half of the figures with sparsity",
+        aliases=("l4-24gb",),
+    ),
+    GpuSpec(
+        name="A10G",
+        memory_bytes=_gib(22.06),
+        hbm_bandwidth_bytes_per_s=600e9,
+        bf16_flops_per_s=70e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=140e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_LOG,
+        source="NVIDIA A10G GPU datasheet (AWS)",
+        aliases=("a10g-24gb",),
+    ),
+    GpuSpec(
+        name="RTX-3090",
+        memory_bytes=_gib(23.58),
+        hbm_bandwidth_bytes_per_s=936e9,
+        bf16_flops_per_s=71e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=284e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_LOG,
+        source="NVIDIA Ampere GA102 architecture whitepaper (GeForce RTX 3090)",
+        aliases=("3090", "rtx3090"),
+    ),
+    GpuSpec(
+        name="RTX-4090",
+        memory_bytes=_gib(23.516),
+        hbm_bandwidth_bytes_per_s=1.008e12,
+        bf16_flops_per_s=165.2e12,
+        fp8_flops_per_s=330.3e12,
+        int8_flops_per_s=660.6e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_LOG,
+        source="NVIDIA Ada GPU architecture whitepaper (GeForce RTX 4090)",
+        aliases=("4090", "rtx4090"),
+    ),
+    GpuSpec(
+        name="RTX-5090",
+        memory_bytes=_gib(31.37),
+        hbm_bandwidth_bytes_per_s=1.792e12,
+        bf16_flops_per_s=209.5e12,
+        fp8_flops_per_s=419e12,
+        int8_flops_per_s=838e12,
+        link="PCIe 5.0 x16",
+        link_bytes_per_s=64e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_LOG,
+        source="NVIDIA RTX Blackwell GPU architecture whitepaper (GeForce RTX 5090)",
+        aliases=("5090", "rtx5090"),
+    ),
+    GpuSpec(
+        name="MI300X",
+        memory_bytes=_gib(191.69),
+        hbm_bandwidth_bytes_per_s=5.3e12,
+        bf16_flops_per_s=1307.4e12,
+        fp8_flops_per_s=2614.9e12,
+        int8_flops_per_s=2614.9e12,
+        link="Infinity Fabric",
+        link_bytes_per_s=448e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_LOG,
+        source="AMD Instinct MI300X accelerator datasheet (seven links of 64 GB/s in each direction)",
+        aliases=("mi300x-192gb",),
+    ),
+)

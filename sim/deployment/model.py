@@ -1,0 +1,97 @@
+"""Models by name: bundled ones, and any whose ``config.json`` is at hand."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from windtunnel.sim.deployment.hf_config import model_from_config
+from windtunnel.sim.deployment.model_spec import ModelSpec, UnsupportedModel, WeightFormat, kv_element_bytes
+
+__all__ = [
+    "ModelSpec",
+    "UnsupportedModel",
+    "WeightFormat",
+    "bundled_models",
+    "kv_element_bytes",
+    "load_model",
+    "model_from_config",
+]
+
+_DATA = Path(__file__).with_name("models.json")
+
+
+def load_model(name_or_path: str) -> ModelSpec:
+    """The bundled model of that name, or the model that a ``config.json`` describes.
+
+    A name is a Hugging Face id or its short form ("llama-3.1-8b"), in any case; a path names the file or the folder
+    that holds it.
+
+    Raises ValueError, naming the nearest bundled models, for a name that is neither; UnsupportedModel for a config
+    whose architecture is not modelled.
+    """
+    entry = _bundled().get(name_or_path.casefold())
+    if entry is not None:
+        return model_from_config(entry["config"], entry["id"])
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return model_from_config(_with_modelopt(_read_config(path), path), path.parent.name or path.stem)
+    raise ValueError(_unknown_model(name_or_path))
+
+
+def bundled_models() -> list[str]:
+    """Hugging Face ids of the models whose numbers come with the package."""
+    return [entry["id"] for entry in _entries()]
+
+
+@cache
+def _entries() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(_DATA.read_text(encoding="utf-8"))["models"]
+    return entries
+
+
+@cache
+def _bundled() -> dict[str, dict[str, Any]]:
+    """Entries by every name they answer to, in lower case: ids, ids without their owner, aliases."""
+    names: dict[str, dict[str, Any]] = {}
+    for entry in _entries():
+        ids = [full.casefold() for full in entry["ids"]]
+        for name in (*ids, *(full.rpartition("/")[2] for full in ids), *entry["aliases"]):
+            names[name] = entry
+    return names
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: a config.json holds one JSON object, this holds {type(config).__name__}")
+    return config
+
+
+def _with_modelopt(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The config with the quantisation that older ModelOpt exports write to a file beside it."""
+    beside = path.with_name("hf_quant_config.json")
+    if "quantization_config" in config or not beside.is_file():
+        return config
+    quantization = _read_config(beside).get("quantization")
+    if not isinstance(quantization, dict):
+        raise ValueError(f"{beside}: lacks the object 'quantization'")
+    return {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
+
+
+def _unknown_model(name: str) -> str:
+    close = difflib.get_close_matches(name.casefold(), _bundled(), n=8, cutoff=0.5)
+    near = list(dict.fromkeys(_bundled()[match]["id"] for match in close))[:3]
+    hint = f"nearest: {', '.join(near)}" if near else "no bundled name is near"
+    return (
+        f"unknown model {name!r}: it is neither bundled nor a path to a config.json or the folder of one ({hint}; "
+        "bundled_models() lists all)"
+    )
