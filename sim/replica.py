@@ -7,6 +7,7 @@ from typing import Any
 
 from simpy.events import Event
 
+from windtunnel.sim.engine.plan import StepPlan
 from windtunnel.sim.engine.protocols import Executor
 from windtunnel.sim.engine.request import Request
 from windtunnel.sim.engine.scheduler import Scheduler
@@ -53,26 +54,35 @@ class Replica:
             self._asleep = None
 
     def _serve(self) -> Generator[Event, Any, None]:
-        world, scheduler, log, rank = self._world, self.scheduler, self._log, STEP_END + self.number
-        pool = scheduler.pool
+        world, scheduler, log, pool = self._world, self.scheduler, self._log, self.scheduler.pool
+        now_ns = world.now_ns  # runs ahead of the world while nothing can come in or go out
         while True:
-            start_ns = world.now_ns
-            plan = scheduler.schedule(start_ns)
+            plan = scheduler.schedule(now_ns)
             if plan.preemptions:
-                log.write_preemptions(plan, start_ns)
-            if plan.preemptions and plan.is_empty:
-                yield world.timeout(RETRY_NS)  # what the victim gave back can be used by the next decision
-                continue
+                log.write_preemptions(plan, now_ns)
             if plan.is_empty:
-                self._asleep = Occurrence(world)
-                yield self._asleep
+                now_ns = yield from self._pause(plan, now_ns)
                 continue
             state = len(scheduler.running), len(scheduler.waiting), pool.num_free, pool.num_free_cached
-            step_end = Occurrence(world)
-            step_end.fire(self.executor.execute(plan).step_ns, rank)
-            yield step_end
-            end_ns = world.now_ns
+            end_ns = now_ns + self.executor.execute(plan).step_ns
+            if world.peek() <= end_ns or scheduler.may_finish(plan):
+                yield from self._sleep_until(end_ns)
             for request in scheduler.commit(plan, end_ns):
                 log.write_spans(request, request.spans)
                 self._on_finish(request, end_ns)
-            log.write_step(plan, start_ns, end_ns, *state)
+            log.write_step(plan, now_ns, end_ns, *state)
+            now_ns = end_ns
+
+    def _pause(self, plan: StepPlan, now_ns: int) -> Generator[Event, Any, int]:
+        """Nothing can be computed: wait for a request, or try again soon; returns when it goes on."""
+        if plan.preemptions:  # what the victims gave back can be used by the next decision
+            yield from self._sleep_until(now_ns + RETRY_NS)
+        else:
+            self._asleep = Occurrence(self._world)
+            yield self._asleep
+        return self._world.now_ns
+
+    def _sleep_until(self, end_ns: int) -> Generator[Event, Any, None]:
+        wake_up = Occurrence(self._world)
+        wake_up.fire(end_ns - self._world.now_ns, STEP_END + self.number)
+        yield wake_up

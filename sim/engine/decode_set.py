@@ -87,6 +87,10 @@ class DecodeSet:
         """One step is scheduled: every member's computed tokens grow by one."""
         self.clock += 1
 
+    def has_due(self) -> bool:
+        """Whether any member has all its tokens once the scheduled steps are done."""
+        return self.clock in self._finishes
+
     def due(self) -> list[Request]:
         """The members that have all their tokens now; they are still members."""
         return list(self._finishes.get(self.clock, ()))

@@ -97,6 +97,10 @@ class Scheduler:
             request.status = Status.FINISHED
         return finished
 
+    def may_finish(self, plan: StepPlan) -> bool:
+        """Whether the plan's step may finish a request (a step with chunks always may)."""
+        return bool(plan.chunks) or self.decoding.has_due()
+
     def num_computed_tokens(self, request: Request) -> int:
         """Tokens of the request whose KV is in its blocks or is being computed."""
         return request.base + self.decoding.clock if request.decoding else request.base

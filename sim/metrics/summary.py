@@ -1,0 +1,573 @@
+"""The summary of a run: what ``vllm bench serve`` reports, under its names, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from windtunnel.sim.metrics.latency import (
+    NS_PER_S,
+    RequestLatencies,
+    expanded_inter_token_latencies,
+    inter_token_latencies,
+    max_concurrent_requests,
+    peak_in_flight,
+    peak_tokens_per_second,
+    request_latencies,
+)
+from windtunnel.sim.metrics.load import (
+    KvStats,
+    LoadStats,
+    in_flight,
+    kv_stats,
+    load_stats,
+    per_second,
+    ratio,
+    utilisation,
+)
+from windtunnel.sim.metrics.sample import LatencyStats, Sample, latency_stats, sample
+from windtunnel.sim.metrics.slo import GoodputLimits, Slo, SloResult, parse_slos
+from windtunnel.sim.metrics.stability import Stability, Verdict, judge
+from windtunnel.sim.records import IntArray, Outcome, Records
+from windtunnel.sim.workload import Workload
+
+SCHEMA_VERSION = 1
+"""Of our own keys in the JSON; raised when one changes its meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """How many requests kept all given limits (``vllm bench serve --goodput``)."""
+
+    limits: GoodputLimits
+    num_good_requests: int
+    request_goodput: float | None
+    """Good requests per second."""
+    good_share: float | None
+    """Good requests over all requests, failed and unfinished ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionStats:
+    """What preemption by recomputation cost."""
+
+    num_preemptions: int
+    num_preempted_requests: int
+    max_preemptions_per_request: int
+    recomputed_prefill_tokens: int
+    """Tokens computed again because a preemption had thrown them away."""
+    recomputed_share: float | None
+    """Those over all prefill tokens computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """Tokens looked up in and found by the prefix cache."""
+
+    query_tokens: int
+    """Prompt tokens at first admissions, as vLLM counts since PR 25787."""
+    hit_tokens: int
+    hit_rate: float | None
+    """None if no prefix was ever kept: caching is off."""
+    query_tokens_with_resumed: int
+    """Re-admissions after preemption counted too."""
+    hit_tokens_with_resumed: int
+    hit_rate_with_resumed: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Everything about a run in a few hundred numbers.  Latencies are those of the finished requests."""
+
+    num_prompts: int
+    completed: int
+    failed: int
+    """All that did not finish: rejected, aborted or unfinished."""
+    rejected: int
+    aborted: int
+    unfinished: int
+    stalled: bool
+    duration_s: float
+    """From the first sending to the last finish; to the end of the run if a request did not finish."""
+    total_input_tokens: int
+    """Prompt tokens of finished requests."""
+    total_output_tokens: int
+    """Output tokens of finished requests."""
+    request_throughput: float | None
+    output_throughput: float | None
+    total_token_throughput: float | None
+    max_output_tokens_per_s: float
+    max_concurrent_requests: int
+    """Most requests in a 1-second bucket, as vLLM 0.32 counts: at least ``peak_concurrent_requests``."""
+    peak_concurrent_requests: int
+    """Most requests in flight at one instant."""
+    request_rate: float | None
+    """Requests due per second (from the first to the last); None if all are due at once."""
+    max_concurrency: int | None
+    percentiles: tuple[float, ...]
+    ttft: LatencyStats
+    tpot: LatencyStats
+    itl: LatencyStats
+    e2el: LatencyStats
+    queue_time: LatencyStats
+    """In the engine: from arrival to the first step."""
+    client_queue_time: LatencyStats
+    """At the client, before sending, under a limit on requests in flight."""
+    e2el_including_client_queue: LatencyStats
+    goodput: Goodput | None
+    slo: tuple[SloResult, ...]
+    preemption: PreemptionStats
+    kv: KvStats
+    load: LoadStats
+    prefix_cache: PrefixCacheStats
+    stability: Stability
+    warnings: tuple[str, ...]
+    """What a reader must know before believing a number."""
+
+    @property
+    def slo_passed(self) -> bool | None:
+        """Whether every objective was kept; None if none was set."""
+        return all(result.passed for result in self.slo) if self.slo else None
+
+    def to_dict(self, *, detailed: Records | None = None, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The result under the keys of ``vllm bench serve --save-result``, in its order, then ours.
+
+        ``detailed`` adds the lists of one entry a request (in seconds, 0 for a failed request), as
+        ``--save-detailed`` does; ``metadata`` sets top-level keys such as ``model_id``.  ``date`` is null: the same
+        seed must give the same bytes.  Where nothing was measured the value is null (vLLM writes 0).
+        """
+        return _to_dict(self, detailed, metadata or {})
+
+
+def summarize(
+    records: Records,
+    workload: Workload,
+    *,
+    slo: str | Iterable[str | Slo] | None = None,
+    goodput: str | Iterable[str] | GoodputLimits | None = None,
+    saturation_request_throughput: float | None = None,
+    percentiles: Sequence[float] = (50, 90, 95, 99),
+) -> Summary:
+    """Summary of a run.
+
+    ``slo`` takes objectives (``Slo``) or their text (``ttft:p99<500ms``), ``goodput`` limits or vLLM's text
+    (``ttft:500 tpot:50``), ``saturation_request_throughput`` the requests/s at which the same system is full (then
+    rho is known).
+
+    Raises SloSyntaxError for text that cannot be read, ValueError for a percentile outside 0 … 100, a saturation
+    throughput that is not positive, or a goodput objective without goodput limits.
+    """
+    if saturation_request_throughput is not None and saturation_request_throughput <= 0:
+        raise ValueError(f"saturation_request_throughput must be above 0, got {saturation_request_throughput}")
+    slos, limits = _slos(slo), _limits(goodput)
+    if limits is None and any(objective.metric == "goodput" for objective in slos):
+        raise ValueError("an objective on goodput needs goodput limits: add for example --goodput 'ttft:500 tpot:50'")
+    samples = _Samples(request_latencies(records), inter_token_latencies(records))
+    table = records.requests
+    start_ns, end_ns = _window(records)
+    duration_ns = end_ns - start_ns
+    outcomes = np.bincount(table.outcome, minlength=len(Outcome)).tolist()
+    completed = outcomes[Outcome.FINISHED]
+    rows = samples.latencies.rows
+    inputs, outputs = int(table.num_prompt_tokens[rows].sum()), int(table.num_output_tokens[rows].sum())
+    stability = judge(records, workload)
+    throughput, e2el = per_second(completed, duration_ns), latency_stats(samples["e2el"], percentiles)
+    littles_law = throughput * e2el.mean_ms / 1000 if throughput is not None and e2el.mean_ms is not None else None
+    rho = utilisation(
+        stability.offered_request_rate, saturation_request_throughput, workload.max_concurrency is not None
+    )
+    summary = Summary(
+        num_prompts=len(table),
+        completed=completed,
+        failed=len(table) - completed,
+        rejected=outcomes[Outcome.REJECTED],
+        aborted=outcomes[Outcome.ABORTED],
+        unfinished=outcomes[Outcome.UNFINISHED],
+        stalled=records.stalled,
+        duration_s=duration_ns / NS_PER_S,
+        total_input_tokens=inputs,
+        total_output_tokens=outputs,
+        request_throughput=throughput,
+        output_throughput=per_second(outputs, duration_ns),
+        total_token_throughput=per_second(inputs + outputs, duration_ns),
+        max_output_tokens_per_s=peak_tokens_per_second(records),
+        max_concurrent_requests=max_concurrent_requests(records),
+        peak_concurrent_requests=peak_in_flight(*in_flight(records)),
+        request_rate=stability.offered_request_rate,
+        max_concurrency=workload.max_concurrency,
+        percentiles=tuple(percentiles),
+        ttft=latency_stats(samples["ttft"], percentiles),
+        tpot=latency_stats(samples["tpot"], percentiles),
+        itl=latency_stats(samples["itl"], percentiles),
+        e2el=e2el,
+        queue_time=latency_stats(samples["queue_time"], percentiles),
+        client_queue_time=latency_stats(samples["client_queue_time"], percentiles),
+        e2el_including_client_queue=latency_stats(samples["e2el_including_client_queue"], percentiles),
+        goodput=None if limits is None else _goodput(samples.latencies, limits, len(table), duration_ns),
+        slo=(),
+        preemption=_preemption(records),
+        kv=kv_stats(records, start_ns, end_ns),
+        load=load_stats(records, start_ns, end_ns, littles_law=littles_law, utilisation=rho),
+        prefix_cache=_prefix_cache(records),
+        stability=stability,
+        warnings=(),
+    )
+    checked = tuple(_check(objective, summary, samples) for objective in slos)
+    return replace(summary, slo=checked, warnings=tuple(_warnings(summary)))
+
+
+class _Samples:
+    """The samples behind the statistics, each sorted once, by the name of the metric; in nanoseconds."""
+
+    def __init__(self, latencies: RequestLatencies, itl: Sample) -> None:
+        self.latencies = latencies
+        self._made = {"itl": itl}
+
+    def __getitem__(self, metric: str) -> Sample:
+        if metric not in self._made:
+            self._made[metric] = self._make(metric)
+        return self._made[metric]
+
+    def _make(self, metric: str) -> Sample:
+        of = self.latencies
+        match metric:
+            case "ttft":
+                return sample(of.ttft_ns)
+            case "tpot":
+                return sample(of.tpot_ns[of.has_tpot])
+            case "e2el":
+                return sample(of.e2el_ns)
+            case "queue_time":
+                return sample(of.queue_ns)
+            case "client_queue_time":
+                return sample(of.client_queue_ns)
+            case "e2el_including_client_queue":
+                return sample(of.e2el_ns + of.client_queue_ns)
+        raise KeyError(metric)
+
+
+def _slos(given: str | Iterable[str | Slo] | None) -> tuple[Slo, ...]:
+    if given is None:
+        return ()
+    found: list[Slo] = []
+    for item in [given] if isinstance(given, str) else given:
+        found += [item] if isinstance(item, Slo) else parse_slos(item)
+    return tuple(found)
+
+
+def _limits(given: str | Iterable[str] | GoodputLimits | None) -> GoodputLimits | None:
+    return given if given is None or isinstance(given, GoodputLimits) else GoodputLimits.parse(given)
+
+
+def _window(records: Records) -> tuple[int, int]:
+    """From the first sending to the last end of a request; to the end of the run if one is still open."""
+    table = records.requests
+    sent = table.arrival_ns[table.arrival_ns >= 0]
+    start_ns = int(sent.min()) if len(sent) else 0
+    is_open = bool((table.outcome == Outcome.UNFINISHED).any())
+    end_ns = records.end_ns if is_open else int(table.finish_ns.max(initial=start_ns))
+    return start_ns, max(end_ns, start_ns)
+
+
+def _goodput(latencies: RequestLatencies, limits: GoodputLimits, num_requests: int, duration_ns: int) -> Goodput:
+    good = np.ones(len(latencies.rows), np.bool_)
+    for limit_ms, values_ns in (
+        (limits.ttft_ms, latencies.ttft_ns),
+        (limits.tpot_ms, latencies.tpot_ns),
+        (limits.e2el_ms, latencies.e2el_ns),
+    ):
+        if limit_ms is not None:
+            good &= values_ns <= limit_ms * 1e6
+    num_good = int(good.sum())
+    return Goodput(limits, num_good, per_second(num_good, duration_ns), ratio(num_good, num_requests))
+
+
+def _preemption(records: Records) -> PreemptionStats:
+    counts, recomputed = records.requests.num_preemptions, int(records.requests.num_recomputed_tokens.sum())
+    prefilled = sum(int(replica.steps.prefill_tokens.sum()) for replica in records.replicas)
+    return PreemptionStats(
+        num_preemptions=int(counts.sum()),
+        num_preempted_requests=int((counts > 0).sum()),
+        max_preemptions_per_request=int(counts.max(initial=0)),
+        recomputed_prefill_tokens=recomputed,
+        recomputed_share=ratio(recomputed, prefilled),
+    )
+
+
+def _prefix_cache(records: Records) -> PrefixCacheStats:
+    table = records.requests
+    admitted = table.scheduled_ns >= 0
+    queries = int(table.num_prompt_tokens[admitted].sum())
+    hits = int(table.num_cached_tokens[admitted].sum())
+    all_queries = queries + int(table.num_resumed_query_tokens.sum())
+    all_hits = hits + int(table.num_resumed_cached_tokens.sum())
+    was_used = all_hits > 0 or any(bool(replica.steps.num_cached_blocks.any()) for replica in records.replicas)
+    return PrefixCacheStats(
+        query_tokens=queries,
+        hit_tokens=hits,
+        hit_rate=ratio(hits, queries) if was_used else None,
+        query_tokens_with_resumed=all_queries,
+        hit_tokens_with_resumed=all_hits,
+        hit_rate_with_resumed=ratio(all_hits, all_queries) if was_used else None,
+    )
+
+
+def _check(slo: Slo, summary: Summary, samples: _Samples) -> SloResult:
+    measured = _measure(slo, summary, samples)
+    if measured is None:
+        # a latency that no request could have (no gap between tokens) breaks no promise; no finished request does
+        passed = summary.completed > 0 and summary.failed == 0
+        return SloResult(slo, None, passed, "nothing to measure")
+    return SloResult(slo, measured, slo.holds(measured), _note(slo, summary))
+
+
+def _note(slo: Slo, summary: Summary) -> str:
+    if slo.unit == "ms" and not summary.stability.is_steady:
+        return f"not a steady state ({summary.stability.verdict})"
+    if slo.unit == "ms" and summary.failed:
+        return f"over the {summary.completed:,} finished requests only"
+    return ""
+
+
+def _measure(slo: Slo, summary: Summary, samples: _Samples) -> float | None:
+    """What the objective is about, in its unit."""
+    match slo.unit:
+        case "ms":
+            value = _statistic(samples[slo.metric], slo)
+            return None if value is None else value / 1e6
+        case "%":
+            value = _shares(summary)[slo.metric if slo.statistic is None else f"{slo.metric}:{slo.statistic}"]
+            return None if value is None else 100 * value
+        case "/s" if slo.metric == "goodput":
+            return summary.goodput.request_goodput if summary.goodput else None
+        case "/s":
+            rate: float | None = getattr(summary, slo.metric)
+            return rate
+    return float(_counts(summary)[slo.metric])
+
+
+def _statistic(of: Sample, slo: Slo) -> float | None:
+    if slo.percent is not None:
+        return of.percentile(slo.percent)
+    match slo.statistic:
+        case "mean":
+            return of.mean()
+        case "median":
+            return of.median()
+        case "std":
+            return of.std()
+        case "min":
+            return of.percentile(0)
+    return of.percentile(100)
+
+
+def _shares(summary: Summary) -> dict[str, float | None]:
+    return {
+        "goodput": summary.goodput.good_share if summary.goodput else None,
+        "failed": ratio(summary.failed, summary.num_prompts),
+        "prefix_cache_hit_rate": summary.prefix_cache.hit_rate,
+        "kv_usage:mean": summary.kv.usage_mean,
+        "kv_usage:peak": summary.kv.usage_peak,
+        "kv_cached_usage:mean": summary.kv.cached_usage_mean_busy,
+        "kv_cached_usage:peak": summary.kv.cached_usage_peak,
+        "busy_share": summary.load.busy_share,
+    }
+
+
+def _counts(summary: Summary) -> dict[str, int]:
+    return {
+        "preemptions": summary.preemption.num_preemptions,
+        "preempted_requests": summary.preemption.num_preempted_requests,
+        "max_preemptions_per_request": summary.preemption.max_preemptions_per_request,
+        "recomputed_prefill_tokens": summary.preemption.recomputed_prefill_tokens,
+        "failed": summary.failed,
+        "rejected": summary.rejected,
+        "unfinished": summary.unfinished,
+    }
+
+
+def _warnings(summary: Summary) -> list[str]:
+    stability, found = summary.stability, []
+    if stability.verdict in (Verdict.OVERLOADED, Verdict.STALLED):
+        found.append(
+            f"{stability.verdict.upper()}: {stability.reason}. The latencies describe this run's length, "
+            "not a steady state: a longer run would show higher ones."
+        )
+    if stability.verdict is Verdict.TOO_SHORT:
+        found.append(f"too short for a verdict: {stability.reason}.")
+    if summary.failed:
+        found.append(
+            f"{summary.failed:,} of {summary.num_prompts:,} requests did not finish ({summary.rejected:,} rejected, "
+            f"{summary.aborted:,} aborted, {summary.unfinished:,} unfinished); latencies leave them out and may look "
+            "better than what clients saw."
+        )
+    too_fine = [percent for percent in summary.percentiles if 0 < summary.completed * (1 - percent / 100) < 1]
+    if too_fine:
+        found.append(
+            f"P{too_fine[0]:g} over {summary.completed:,} requests is hardly more than the largest value; "
+            f"take at least {round(100 / (100 - too_fine[0])):,} requests, better ten times as many."
+        )
+    waited_ms, e2el_ms = summary.client_queue_time.mean_ms, summary.e2el.mean_ms
+    if waited_ms and e2el_ms and waited_ms > 0.1 * e2el_ms:
+        found.append(
+            f"requests waited {waited_ms:,.0f} ms at the client on average before they were sent; as in vllm bench "
+            "serve TTFT and E2EL leave that out (see Client Queue Time)."
+        )
+    return found
+
+
+LATENCY_KEYS = ("ttft", "tpot", "itl", "e2el")
+CLIENT_LATENCY_KEYS = ("client_queue_time", "e2el_including_client_queue")
+
+
+def _to_dict(summary: Summary, detailed: Records | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "date": None,
+        "endpoint_type": "windtunnel",
+        "backend": "windtunnel",
+        "label": None,
+        "model_id": None,
+        "tokenizer_id": None,
+        "num_prompts": summary.num_prompts,
+        "request_rate": "inf" if summary.request_rate is None else summary.request_rate,
+        "burstiness": None,
+        "max_concurrency": summary.max_concurrency,
+        "duration": summary.duration_s,
+        "completed": summary.completed,
+        "failed": summary.failed,
+        "total_input_tokens": summary.total_input_tokens,
+        "total_output_tokens": summary.total_output_tokens,
+        "request_throughput": summary.request_throughput,
+        "request_goodput": summary.goodput.request_goodput if summary.goodput else None,
+        "output_throughput": summary.output_throughput,
+        "total_token_throughput": summary.total_token_throughput,
+    }
+    if detailed is not None:
+        result |= _details(detailed)
+    result |= {
+        "max_output_tokens_per_s": summary.max_output_tokens_per_s,
+        "max_concurrent_requests": summary.max_concurrent_requests,
+        "rtfx": 0.0,
+    }
+    for name in LATENCY_KEYS:
+        result |= _latency_keys(name, getattr(summary, name))
+    if summary.max_concurrency is not None:
+        for name in CLIENT_LATENCY_KEYS:
+            result |= _latency_keys(name, getattr(summary, name))
+    return result | _our_keys(summary) | dict(metadata)
+
+
+def _our_keys(summary: Summary) -> dict[str, Any]:
+    stability = summary.stability
+    return {
+        "windtunnel_schema_version": SCHEMA_VERSION,
+        **_latency_keys("queue_time", summary.queue_time),
+        "rejected": summary.rejected,
+        "aborted": summary.aborted,
+        "unfinished": summary.unfinished,
+        "stalled": summary.stalled,
+        "peak_concurrent_requests": summary.peak_concurrent_requests,
+        "mean_in_flight_requests": summary.load.in_flight_mean,
+        "littles_law_in_flight_requests": summary.load.in_flight_by_littles_law,
+        "num_good_requests": summary.goodput.num_good_requests if summary.goodput else None,
+        "goodput_share": summary.goodput.good_share if summary.goodput else None,
+        "goodput_limits": str(summary.goodput.limits) if summary.goodput else None,
+        "preemptions": summary.preemption.num_preemptions,
+        "num_preempted_requests": summary.preemption.num_preempted_requests,
+        "max_preemptions_per_request": summary.preemption.max_preemptions_per_request,
+        "recomputed_prefill_tokens": summary.preemption.recomputed_prefill_tokens,
+        "recomputed_prefill_share": summary.preemption.recomputed_share,
+        "kv_usage_mean": summary.kv.usage_mean,
+        "kv_usage_mean_busy": summary.kv.usage_mean_busy,
+        "kv_usage_peak": summary.kv.usage_peak,
+        "kv_cached_usage_mean_busy": summary.kv.cached_usage_mean_busy,
+        "kv_cached_usage_peak": summary.kv.cached_usage_peak,
+        "num_usable_kv_blocks": summary.kv.num_usable_blocks,
+        "num_steps": summary.load.num_steps,
+        "busy_share": summary.load.busy_share,
+        "batch_size_mean": summary.load.batch_size_mean,
+        "batch_size_peak": summary.load.batch_size_peak,
+        "tokens_per_step_mean": summary.load.tokens_per_step_mean,
+        "num_running_mean": summary.load.num_running_mean,
+        "num_running_peak": summary.load.num_running_peak,
+        "num_waiting_mean": summary.load.num_waiting_mean,
+        "num_waiting_peak": summary.load.num_waiting_peak,
+        "utilisation": summary.load.utilisation,
+        "utilisation_note": summary.load.utilisation_note,
+        "prefix_cache_queries": summary.prefix_cache.query_tokens,
+        "prefix_cache_hits": summary.prefix_cache.hit_tokens,
+        "prefix_cache_hit_rate": summary.prefix_cache.hit_rate,
+        "prefix_cache_queries_with_resumed": summary.prefix_cache.query_tokens_with_resumed,
+        "prefix_cache_hits_with_resumed": summary.prefix_cache.hit_tokens_with_resumed,
+        "prefix_cache_hit_rate_with_resumed": summary.prefix_cache.hit_rate_with_resumed,
+        "stability": stability.verdict.value,
+        "stability_reason": stability.reason,
+        "steady_state": stability.is_steady,
+        "stability_numbers": {
+            field.name: _plain(getattr(stability, field.name))
+            for field in fields(stability)
+            if field.name not in ("verdict", "reason")
+        },
+        "slo": [_slo_keys(result) for result in summary.slo],
+        "slo_passed": summary.slo_passed,
+        "warnings": list(summary.warnings),
+    }
+
+
+def _slo_keys(result: SloResult) -> dict[str, Any]:
+    slo = result.slo
+    return {
+        "objective": slo.text,
+        "metric": slo.metric,
+        "statistic": slo.statistic,
+        "operator": slo.operator,
+        "limit": slo.limit,
+        "unit": slo.unit,
+        "measured": result.measured,
+        "passed": result.passed,
+        "note": result.note,
+    }
+
+
+def _latency_keys(name: str, stats: LatencyStats) -> dict[str, float | None]:
+    keys = {f"mean_{name}_ms": stats.mean_ms, f"median_{name}_ms": stats.median_ms, f"std_{name}_ms": stats.std_ms}
+    return keys | {f"p{percent_word(percent)}_{name}_ms": value for percent, value in stats.percentiles_ms}
+
+
+def percent_word(percent: float) -> str:
+    """The percentile as vLLM writes it: 99, 99.9."""
+    return str(int(percent)) if int(percent) == percent else str(percent)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity."""
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _details(records: Records) -> dict[str, list[Any]]:
+    """Lists of one entry a request, in the order of the workload; times in seconds, 0 where there is none."""
+    table = records.requests
+    finished = table.outcome == Outcome.FINISHED
+    return {
+        "input_lens": table.num_prompt_tokens.tolist(),
+        "output_lens": np.where(finished, table.num_output_tokens, 0).tolist(),
+        "ttfts": _seconds(table.first_token_ns - table.arrival_ns, finished),
+        "itls": [
+            gaps if done else []
+            for gaps, done in zip(expanded_inter_token_latencies(records), finished.tolist(), strict=True)
+        ],
+        "latencies": _seconds(table.finish_ns - table.arrival_ns, finished),
+        "start_times": _seconds(table.arrival_ns, table.arrival_ns >= 0),
+        "queue_times": _seconds(table.arrival_ns - table.due_ns, table.arrival_ns >= 0),
+        "generated_texts": [""] * len(table),
+        "errors": ["" if outcome == Outcome.FINISHED else Outcome(outcome).name.lower() for outcome in table.outcome],
+    }
+
+
+def _seconds(times_ns: IntArray, there: npt.NDArray[np.bool_]) -> list[float]:
+    return list((np.where(there, times_ns, 0) / NS_PER_S).tolist())
