@@ -22,13 +22,11 @@ JsonDict = dict[str, Any]
 
 CONFIG_KEYS = frozenset(SchedulerConfig.__dataclass_fields__)
 LATER_KEYS: dict[str, Any] = {
-    "async_scheduling": False,
     "num_speculative_tokens": 0,
     "pipeline_parallel_size": 1,
-    "use_v2_model_runner": False,
 }
 """What a case may ask for that is not modelled yet, with the value that asks for nothing."""
-IGNORED_KEYS = frozenset({"spec_method"})
+IGNORED_KEYS = frozenset({"spec_method", "use_v2_model_runner"})
 CASE_DEFAULTS: JsonDict = {
     "block_size": 16,
     "num_gpu_blocks": 512,
@@ -83,6 +81,8 @@ class _Replay:
         )
         self.notify: list[str] = []  # finished or aborted since the last decision: the next one tells the worker
         self.num_decisions = 0
+        self.under_way: deque[tuple[int, StepPlan, list[str]]] = deque()  # (decision, plan, who yields a token), newest first
+        self.depth = 2 if self.config.async_scheduling else 1
         self.totals = {"sched_tokens": 0, "preemptions": 0, "finished": 0, "hit_tokens": 0}
         self.most_preemptions = 0
 
@@ -93,7 +93,7 @@ class _Replay:
         while True:
             line: JsonDict = {"it": iteration}
             came, gone = self._arrive(iteration), self._abort(iteration)
-            if not self.live and not self.notify:
+            if not self.live and not self.notify and not self.under_way:
                 if not self.arrivals:
                     break
                 iteration = max(iteration + 1, self.arrivals[0][0])
@@ -107,7 +107,7 @@ class _Replay:
             yield line
             iteration += 1
             idle = 0 if progressed or came or not self.live else idle + 1
-            if idle >= 4 and not self.arrivals and not self.aborts:
+            if idle >= 3 + self.depth and not self.arrivals and not self.aborts:
                 end = "stalled"
                 break
             if iteration >= max_steps:
@@ -166,25 +166,29 @@ class _Replay:
         )
 
     def _step(self, line: JsonDict) -> bool:
-        """One decision and its outcome; whether anything was computed."""
-        self.num_decisions += 1
-        plan = self.scheduler.schedule(0)
-        line["sched"] = self._decision(plan)
-        emitted = list(self.scheduler.scheduled_tokens(plan)) if not plan.is_empty else []
-        late = {chunk.request for chunk in plan.chunks if not chunk.samples}
-        out = {str(request.request_id): 1 for request in emitted if request not in late}
-        finished = [] if plan.is_empty else self.scheduler.commit(plan, 0)
-        for request in finished:
-            name = str(request.request_id)
+        """One turn of the engine loop: a decision, an outcome, or both; whether anything was computed."""
+        progressed, wait = False, True
+        if self.live or self.notify:
+            self.num_decisions += 1
+            plan = self.scheduler.schedule(0)
+            decision = line["sched"] = self._decision(plan)
+            progressed = not plan.is_empty
+            self.under_way.appendleft((self.num_decisions, plan, decision["samples"]))
+            wait = len(self.under_way) == self.depth or not (progressed or self.live or self.notify)
+        if wait and self.under_way:
+            number, plan, samples = self.under_way.pop()
+            line["upd"] = self._outcome(number, plan, samples)
+            progressed = progressed or not plan.is_empty
+        return progressed
+
+    def _outcome(self, number: int, plan: StepPlan, samples: list[str]) -> JsonDict:
+        out = {name: 1 for name in samples if name in self.live}
+        finished = [str(request.request_id) for request in self.scheduler.commit(plan, 0)]
+        for name in finished:
             del self.live[name]
-            self.notify.append(name)
+        self.notify += finished
         self.totals["finished"] += len(finished)
-        line["upd"] = {
-            "n": self.num_decisions,
-            "out": out,
-            "finished": [[str(request.request_id), "length"] for request in finished],
-        }
-        return not plan.is_empty
+        return {"n": number, "out": out, "finished": [[name, "length"] for name in finished]}
 
     def _decision(self, plan: StepPlan) -> JsonDict:
         scheduled = {str(r.request_id): n for r, n in self.scheduler.scheduled_tokens(plan).items()}

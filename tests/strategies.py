@@ -97,4 +97,5 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
             request["abort_step"] = step + draw(st.integers(0, 25))
         requests.append(request)
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    fields["async_scheduling"] = draw(st.booleans())
     return {"name": "drawn", "config": fields, "requests": requests, "max_steps": 400}

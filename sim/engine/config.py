@@ -42,6 +42,8 @@ class SchedulerConfig:
     """Fewer tokens a step than ``max_num_batched_tokens``; None is as many."""
     scheduler_reserve_full_isl: bool = True
     """Admit a request only if its whole prompt fits the free blocks, not just its first chunk."""
+    async_scheduling: bool = False
+    """Decide a step while the one before still runs, without knowing its tokens."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size"):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from windtunnel.sim.engine.request import Request
 
 
+Calendar = dict[int, dict[Request, None]]
+
+
 class DecodeSet:
     """Requests that share a clock: each step gives every member one token.
 
@@ -16,7 +19,18 @@ class DecodeSet:
     ``clock`` counts the engine's steps: it is the number of the step to be scheduled next.
     """
 
-    __slots__ = ("_block_size", "_eager", "_finishes", "_newest", "_phases", "_sum_base", "_unsorted", "clock", "size")
+    __slots__ = (
+        "_block_size",
+        "_eager",
+        "_exits",
+        "_finishes",
+        "_newest",
+        "_phases",
+        "_sum_base",
+        "_unsorted",
+        "clock",
+        "size",
+    )
 
     def __init__(self, block_size: int) -> None:
         self.clock = 0
@@ -26,17 +40,18 @@ class DecodeSet:
         self._phases: list[dict[Request, None]] = [{} for _ in range(block_size)]
         self._newest = [-1] * block_size  # highest admission number that a phase has seen
         self._unsorted: set[int] = set()  # phases in which somebody joined behind a later admission
-        self._finishes: dict[int, dict[Request, None]] = {}
+        self._finishes: Calendar = {}
+        self._exits: Calendar = {}
         self._eager: dict[Request, None] = {}
 
-    def join(self, request: Request, num_left: int, eager: bool) -> None:
-        """Take in a request that gets ``num_left`` more tokens, one in each of the next steps.
+    def join(self, request: Request, finish_clock: int, exit_clock: int, eager: bool) -> None:
+        """Take in a request that gets one token in each of the next steps.
 
+        Its last token comes with the step before ``finish_clock``; it is scheduled for no step from ``exit_clock`` on.
         ``eager`` members have blocks that others may look for, so these must be findable at once (``filling``).
         """
         request.decoding = True
         request.base -= self.clock
-        request.finish_clock = self.clock + num_left
         self.size += 1
         self._sum_base += request.base
         phase = -request.base % self._block_size
@@ -45,7 +60,10 @@ class DecodeSet:
             self._unsorted.add(phase)
         else:
             self._newest[phase] = request.order
-        self._finishes.setdefault(request.finish_clock, {})[request] = None
+        request.finish_clock = finish_clock
+        self._finishes.setdefault(finish_clock, {})[request] = None
+        request.exit_clock = exit_clock
+        self._exits.setdefault(exit_clock, {})[request] = None
         if eager:
             self._eager[request] = None
 
@@ -54,14 +72,11 @@ class DecodeSet:
         self.size -= 1
         self._sum_base -= request.base
         del self._phases[-request.base % self._block_size][request]
-        finishing = self._finishes[request.finish_clock]
-        del finishing[request]
-        if not finishing:
-            del self._finishes[request.finish_clock]
+        _strike(self._finishes, request.finish_clock, request)
+        _strike(self._exits, request.exit_clock, request)
         if self._eager:
             self._eager.pop(request, None)
         request.decoding = False
-        request.finish_clock = -1
         request.base += self.clock
 
     def context_tokens(self) -> int:
@@ -76,24 +91,24 @@ class DecodeSet:
         """Those members, in the order of their admission."""
         return self._in_order(self.clock % self._block_size)
 
-    def filling(self) -> list[Request]:
-        """The eager members whose newest block is full after the next step, in the order of their admission."""
+    def filling(self, step: int) -> list[Request]:
+        """The eager members whose newest block is full after step number ``step``, in the order of their admission."""
         if not self._eager:
             return []
-        members = self._in_order((self.clock + 1) % self._block_size)
+        members = self._in_order((step + 1) % self._block_size)
         return [request for request in members if request in self._eager]
 
     def advance(self) -> None:
         """One step is scheduled: every member's computed tokens grow by one."""
         self.clock += 1
 
-    def has_due(self) -> bool:
-        """Whether any member has all its tokens once the scheduled steps are done."""
-        return self.clock in self._finishes
+    def due(self, clock: int) -> list[Request]:
+        """The members whose last token came with the step before ``clock``; they are still members."""
+        return list(self._finishes.get(clock, ()))
 
-    def due(self) -> list[Request]:
-        """The members that have all their tokens now; they are still members."""
-        return list(self._finishes.get(self.clock, ()))
+    def exhausted(self) -> list[Request]:
+        """The members that are not scheduled for the next step or any later one; they are still members."""
+        return list(self._exits.get(self.clock, ()))
 
     def _in_order(self, phase: int) -> list[Request]:
         members = self._phases[phase]
@@ -103,6 +118,13 @@ class DecodeSet:
             self._phases[phase] = dict.fromkeys(ordered)
             return ordered
         return list(members)
+
+
+def _strike(calendar: Calendar, clock: int, request: Request) -> None:
+    entries = calendar[clock]
+    del entries[request]
+    if not entries:
+        del calendar[clock]
 
 
 def _by_order(request: Request) -> int:

@@ -75,7 +75,7 @@ class StepPlan:
     Decoding requests are not listed one by one; ``Scheduler.scheduled_tokens`` does that for those who need it.
     """
 
-    __slots__ = ("admissions", "chunks", "grown", "left_out", "number", "preemptions", "shape")
+    __slots__ = ("admissions", "chunks", "grown", "left_out", "number", "owed", "preemptions", "shape")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -88,6 +88,8 @@ class StepPlan:
         self.preemptions: list[Preemption] = []
         self.left_out: list[Request] = []
         """Running requests that get nothing in this step: the budget ran out or the decision broke off before them."""
+        self.owed: list[Request] = []
+        """Requests that yield a token in this step but have left the decode set since it was decided."""
         self.shape = EMPTY_SHAPE
 
     @property

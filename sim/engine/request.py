@@ -32,15 +32,19 @@ class Request:
         "base",
         "block_ids",
         "decoding",
+        "exit_clock",
         "finish_clock",
         "first_token_ns",
         "high_water_tokens",
         "keys",
         "max_tokens",
+        "may_emit",
         "num_cached_tokens",
         "num_emitted",
         "num_findable_blocks",
         "num_output_tokens",
+        "num_owed_tokens",
+        "num_prefilled_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_recomputed_tokens",
@@ -80,11 +84,18 @@ class Request:
         """Number of its latest admission: the order of the running requests."""
         self.stop_after = num_output_tokens
         """Output tokens after which it stops: its true length, or fewer where max_model_len cuts it."""
+        self.may_emit = self.max_tokens
+        """Output tokens after which it is no longer scheduled, as far as the scheduler can know beforehand."""
         self.num_emitted = 0
         """Output tokens so far; while decoding, those before it began to."""
+        self.num_owed_tokens = 0
+        """Tokens of steps under way that the decode set does not count for it."""
+        self.num_prefilled_tokens = 0
+        """Known tokens when its latest prefill was complete."""
         self.base = 0
         """Computed tokens; while decoding, computed tokens less the clock of the decode set."""
         self.decoding = False
+        self.exit_clock = -1
         self.finish_clock = -1
         self.span_start = -1
         """Step that yielded the first token of the present run of one token a step."""

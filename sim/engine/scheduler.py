@@ -7,6 +7,8 @@ were checked step by step against decisions recorded from the real scheduler (``
 
 from __future__ import annotations
 
+from collections import deque
+
 from windtunnel.sim.engine.blocks import BlockPool
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.decode_set import DecodeSet
@@ -37,6 +39,8 @@ class Scheduler:
         self.decoding = DecodeSet(config.block_size)
         self.prefilling: dict[Request, None] = {}  # those of the running that still compute chunks, in that order
         self.num_steps_done = 0
+        self._under_way: deque[StepPlan] = deque()  # decided and not committed, oldest first
+        self._is_async = config.async_scheduling
         self._num_admitted = 0
         self._budget = config.max_num_batched_tokens
         if config.max_num_scheduled_tokens is not None:
@@ -57,6 +61,7 @@ class Scheduler:
                 f"answer within max_model_len ({self.config.max_model_len}): shorten it or raise max_model_len"
             )
         request.stop_after = min(request.num_output_tokens, room)
+        request.may_emit = min(request.max_tokens, room)
         self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
@@ -84,22 +89,45 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, end_ns: int) -> list[Request]:
-        """Take the end of the plan's step; return the requests that it finished, in the order of the decision."""
+        """Take the end of the oldest step under way; return the requests that it finished, in the order of decision."""
+        if plan.is_empty:
+            return []
+        self._under_way.popleft()
         self.num_steps_done += 1
-        finished = self.decoding.due()
         for chunk in plan.chunks:
-            if chunk.samples:
-                self._first_token(chunk.request, plan.number, end_ns, finished)
+            if chunk.samples and chunk.request.first_token_ns < 0 and chunk.request.status != Status.ABORTED:
+                chunk.request.first_token_ns = end_ns
+        finished = self.decoding.due(self.num_steps_done)
+        if self._is_async:
+            self._settle_late(plan, finished)
         if len(finished) > 1:
             finished.sort(key=_by_order)
         for request in finished:
-            self._stop_running(request, self._num_full_blocks(request))
+            if request.status == Status.RUNNING:
+                self._stop_running(request, self._num_full_blocks(request))
+            else:
+                self.waiting.remove(request)
             request.status = Status.FINISHED
         return finished
 
+    def _settle_late(self, plan: StepPlan, finished: list[Request]) -> None:
+        """Tokens that came for requests outside the decode set, and blocks that are known to be full only now."""
+        for request in plan.owed:
+            if request.status > Status.PREEMPTED:
+                continue
+            request.num_owed_tokens -= 1
+            request.num_emitted += 1
+            _extend_spans(request.spans, plan.number)
+            if request.num_emitted >= request.stop_after:
+                finished.append(request)
+        full = dict.fromkeys([*self.decoding.filling(plan.number), *plan.owed, *finished])
+        for request in sorted(full, key=_by_order):
+            if request.status == Status.RUNNING and self._is_eager(request):
+                self._publish(request, self.num_tokens(request) - 1)
+
     def may_finish(self, plan: StepPlan) -> bool:
         """Whether the plan's step may finish a request (a step with chunks always may)."""
-        return bool(plan.chunks) or self.decoding.has_due()
+        return bool(plan.chunks or plan.owed or self.decoding.due(self.num_steps_done + 1))
 
     def num_computed_tokens(self, request: Request) -> int:
         """Tokens of the request whose KV is in its blocks or is being computed."""
@@ -123,8 +151,12 @@ class Scheduler:
     def scheduled_tokens(self, plan: StepPlan) -> dict[Request, int]:
         """Tokens per request in the order of the decision; valid from ``schedule`` until ``commit``."""
         chunks = {chunk.request: chunk.num_tokens for chunk in plan.chunks}
-        left_out = set(plan.left_out)
-        return {request: chunks.get(request, 1) for request in self.running if request not in left_out}
+        left_out, owed = set(plan.left_out), set(plan.owed)
+        return {
+            request: chunks.get(request, 1)
+            for request in self.running
+            if request in chunks or request in owed or (request.decoding and request not in left_out)
+        }
 
     # -- what the running requests get
 
@@ -178,13 +210,13 @@ class Scheduler:
             for request, block in zip(grown, self.pool.take(len(grown)), strict=True):
                 request.block_ids.append(block)
             plan.grown = grown
-        for request in self.decoding.filling():
-            self._publish(request, request.base + self.decoding.clock + 1)
+        for request in self._filling(plan):
+            self._publish_decode(request)
 
     def _give_merged(self, plan: StepPlan, wanted: list[tuple[Request, int, int]]) -> None:
         """Blocks for chunks and decodes, in the order of admission as if each were asked in turn."""
         chunks = {request: (num_tokens, num_new) for request, num_tokens, num_new in wanted}
-        touched = dict.fromkeys([*self.decoding.crossing(), *self.decoding.filling(), *chunks])
+        touched = dict.fromkeys([*self.decoding.crossing(), *self._filling(plan), *chunks])
         for request in sorted(touched, key=_by_order):
             if request in chunks:
                 self._give_chunk(plan, request, *chunks[request])
@@ -197,7 +229,7 @@ class Scheduler:
         if computed == len(request.block_ids) * self.config.block_size:
             request.block_ids.append(self.pool.take(1)[0])
             plan.grown.append(request)
-        self._publish(request, computed + 1)
+        self._publish_decode(request)
 
     def _give_chunk(self, plan: StepPlan, request: Request, num_tokens: int, num_new: int) -> None:
         """A chunk for a request that is prefilling, with its blocks; they can be found from now on."""
@@ -215,6 +247,9 @@ class Scheduler:
         left, index = self._budget, 0
         while index < len(order) and left > 0:
             request = order[index]
+            if not request.decoding and request not in self.prefilling:
+                index += 1  # its last token is under way
+                continue
             num_tokens = min(1 if request.decoding else self._chunk_tokens(request, threshold), left)
             num_new = self._num_new_blocks(request, num_tokens)
             while num_new > self.pool.num_free:
@@ -353,35 +388,38 @@ class Scheduler:
             if computed < request.high_water_tokens:
                 request.num_recomputed_tokens += min(request.high_water_tokens, request.base) - computed
         plan.shape = StepShape(num_decode, context, len(plan.chunks), tokens, cached, pairs, num_sampled)
+        self._under_way.append(plan)
         decoding.advance()
         for request in skipped:
             self._join(request, decoding.clock)
-
-    def _first_token(self, request: Request, step: int, end_ns: int, finished: list[Request]) -> None:
-        """The prefill is complete: the step's token is there, and from now on there is one in every step."""
-        if request.status != Status.RUNNING:  # aborted while the step ran
-            return
-        if request.first_token_ns < 0:
-            request.first_token_ns = end_ns
-        del self.prefilling[request]
-        if request.num_emitted + 1 >= request.stop_after:
-            request.num_emitted += 1
-            request.spans.append((step, 1))
-            finished.append(request)
-        else:
-            self._join(request, step)
+        for chunk in plan.chunks:
+            if chunk.samples:
+                del self.prefilling[chunk.request]
+                chunk.request.num_prefilled_tokens = chunk.request.base
+                self._join(chunk.request, plan.number)
+        if self._is_async:
+            for request in decoding.exhausted():
+                decoding.leave(request)
+                self._end_span(request)
 
     def _join(self, request: Request, span_start: int) -> None:
         """Decode from now on, with tokens at the end of the steps from ``span_start`` on."""
         request.span_start = span_start
-        num_emitted = request.num_emitted + self.decoding.clock - span_start
-        self.decoding.join(request, request.stop_after - num_emitted, self._is_eager(request))
+        num_emitted = request.num_emitted + request.num_owed_tokens
+        finish_clock = span_start + request.stop_after - num_emitted
+        exit_clock = span_start + request.may_emit - num_emitted
+        self.decoding.join(request, finish_clock, exit_clock, self._is_eager(request))
 
     def _end_span(self, request: Request) -> None:
+        """Settle a request that has left the decode set: what it got is its own, what is under way is owed to it."""
         count = self.num_steps_done - request.span_start
         if count > 0:
             request.spans.append((request.span_start, count))
             request.num_emitted += count
+        for plan in self._under_way:
+            if plan.number >= request.span_start:
+                plan.owed.append(request)
+                request.num_owed_tokens += 1
 
     def _stop_running(self, request: Request, num_full: int) -> None:
         """Leave the batch: settle the counters and give the blocks back, of which ``num_full`` hold full prefixes."""
@@ -396,6 +434,18 @@ class Scheduler:
         request.num_findable_blocks = 0
 
     # -- blocks
+
+    def _filling(self, plan: StepPlan) -> list[Request]:
+        """Decoding requests that may have one more block full of known tokens once this step is scheduled."""
+        filling = self.decoding.filling(plan.number)
+        if self._is_async:  # the newest token may not be known yet; then the one before it counts
+            filling += self.decoding.filling(plan.number - 1)
+        return filling
+
+    def _publish_decode(self, request: Request) -> None:
+        """What a decode makes findable when it is scheduled: full blocks of tokens that are known."""
+        if self._is_eager(request):
+            self._publish(request, min(self.num_computed_tokens(request) + 1, self.num_tokens(request)))
 
     def _chunk_tokens(self, request: Request, threshold: int) -> int:
         num_tokens = request.num_prompt_tokens + request.num_emitted - request.base
@@ -419,7 +469,11 @@ class Scheduler:
         """Leading blocks that are full of scheduled tokens, so that they count as cached when they are released."""
         if request.keys is None or not self.pool.caching:
             return 0
-        return (self.num_computed_tokens(request) + num_scheduled) // self.config.block_size
+        if self._is_async and request not in self.prefilling:  # its decoded tokens count once they are known
+            num_scheduled = max(self.num_tokens(request) - (not num_scheduled), request.num_prefilled_tokens)
+        else:
+            num_scheduled += self.num_computed_tokens(request)
+        return num_scheduled // self.config.block_size
 
     def _publish(self, request: Request, num_scheduled: int) -> None:
         """Make the full blocks of the first ``num_scheduled`` tokens findable, as far as others may look for them."""
@@ -432,6 +486,14 @@ class Scheduler:
         if num_blocks > first and request.keys is not None:
             self.pool.register(request.block_ids[first:num_blocks], request.keys.between(first, num_blocks))
             request.num_findable_blocks = num_blocks
+
+
+def _extend_spans(spans: list[tuple[int, int]], step: int) -> None:
+    """Add one token at the end of ``step``, which is later than all that the spans hold."""
+    if spans and sum(spans[-1]) == step:
+        spans[-1] = (spans[-1][0], spans[-1][1] + 1)
+    else:
+        spans.append((step, 1))
 
 
 def _by_order(request: Request) -> int:
