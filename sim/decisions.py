@@ -16,17 +16,11 @@ from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.keys import TokenKeys
 from windtunnel.sim.engine.plan import StepPlan
 from windtunnel.sim.engine.request import Request
-from windtunnel.sim.engine.scheduler import Scheduler
+from windtunnel.sim.engine.per_request import PerRequestScheduler, SpeculativePlan, make_scheduler
 
 JsonDict = dict[str, Any]
 
 CONFIG_KEYS = frozenset(SchedulerConfig.__dataclass_fields__)
-LATER_KEYS: dict[str, Any] = {
-    "num_speculative_tokens": 0,
-    "pipeline_parallel_size": 1,
-}
-"""What a case may ask for that is not modelled yet, with the value that asks for nothing."""
-IGNORED_KEYS = frozenset({"spec_method", "use_v2_model_runner"})
 CASE_DEFAULTS: JsonDict = {
     "block_size": 16,
     "num_gpu_blocks": 512,
@@ -46,14 +40,8 @@ class CaseError(ValueError):
 
 
 def token_id(seed: int, index: int) -> int:
-    """Token ``index`` of the stream ``seed``: splitmix64 of both, mapped to 3 … 31,999.
-
-    Source of the mixer: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-    """
-    x = ((((seed & 0xFFFFFFFF) << 32) ^ (index & 0xFFFFFFFF)) + 0x9E3779B97F4A7C15) & MASK_64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
-    return 3 + (x ^ (x >> 31)) % (VOCABULARY - 3)
+    """Token ``index`` of the stream ``seed``: a hash of both, mapped to 3 … 31,999."""
+    return 3 + _mix(((seed & 0xFFFFFFFF) << 32) ^ (index & 0xFFFFFFFF)) % (VOCABULARY - 3)
 
 
 def replay(case: Any) -> Iterator[JsonDict]:
@@ -72,9 +60,11 @@ class _Replay:
     def __init__(self, case: JsonDict) -> None:
         self.case = case
         self.config = _config(case)
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = make_scheduler(self.config)
+        self.speculation = _Speculation(case)
         self.interned: dict[Hashable, int] = {}
         self.live: dict[str, Request] = {}
+        self.byname: dict[str, Request] = {}
         self.arrivals = deque(_arrivals(case))
         self.aborts = deque(
             sorted((d["abort_step"], i, d["id"]) for i, d in enumerate(case["requests"]) if "abort_step" in d)
@@ -82,7 +72,7 @@ class _Replay:
         self.notify: list[str] = []  # finished or aborted since the last decision: the next one tells the worker
         self.num_decisions = 0
         self.under_way: deque[tuple[int, StepPlan, list[str]]] = deque()  # (decision, plan, who yields a token), newest first
-        self.depth = 2 if self.config.async_scheduling else 1
+        self.depth = self.config.max_steps_under_way
         self.totals = {"sched_tokens": 0, "preemptions": 0, "finished": 0, "hit_tokens": 0}
         self.most_preemptions = 0
 
@@ -128,7 +118,8 @@ class _Replay:
         while self.arrivals and self.arrivals[0][0] <= iteration:
             _, index, spec = self.arrivals.popleft()
             request = self._request(index, spec)
-            self.live[spec["id"]] = request
+            self.live[spec["id"]] = self.byname[spec["id"]] = request
+            self.speculation.seed(request, spec.get("output_seed", OUTPUT_SEED + index))
             try:
                 self.scheduler.add(request)
             except ValueError as error:
@@ -182,13 +173,38 @@ class _Replay:
         return progressed
 
     def _outcome(self, number: int, plan: StepPlan, samples: list[str]) -> JsonDict:
-        out = {name: 1 for name in samples if name in self.live}
-        finished = [str(request.request_id) for request in self.scheduler.commit(plan, 0)]
-        for name in finished:
+        alive = [name for name in samples if name in self.live]
+        outcome: JsonDict = {"n": number}
+        if isinstance(self.scheduler, PerRequestScheduler):
+            assert isinstance(plan, SpeculativePlan)
+            accepted = self.speculation.accept(plan)
+            finished = self.scheduler.commit(plan, 0, accepted)
+            outcome["out"] = {name: plan.num_kept[self.byname[name]] for name in alive}
+            if accepted:
+                outcome["accepted"] = {str(request.request_id): count for request, count in accepted.items()}
+        else:
+            finished = self.scheduler.commit(plan, 0)
+            outcome["out"] = dict.fromkeys(alive, 1)
+        names = [str(request.request_id) for request in finished]
+        for name in names:
             del self.live[name]
-        self.notify += finished
-        self.totals["finished"] += len(finished)
-        return {"n": number, "out": out, "finished": [[name, "length"] for name in finished]}
+        self.notify += names
+        self.totals["finished"] += len(names)
+        outcome["finished"] = [[name, "length"] for name in names]
+        if isinstance(self.scheduler, PerRequestScheduler) and self.speculation.num_drafts and plan.chunks:
+            if not self.config.async_scheduling:
+                outcome["drafts"] = self._propose(self.scheduler, plan, samples)
+        return outcome
+
+    def _propose(self, scheduler: PerRequestScheduler, plan: StepPlan, samples: list[str]) -> dict[str, int]:
+        """The drafter's turn after a synchronous step."""
+        proposed = {}
+        for chunk in plan.chunks:
+            num_drafts = self.speculation.draft(chunk.request)
+            scheduler.propose(chunk.request, num_drafts)
+            if (name := str(chunk.request.request_id)) in samples:
+                proposed[name] = num_drafts
+        return proposed
 
     def _decision(self, plan: StepPlan) -> JsonDict:
         scheduled = {str(r.request_id): n for r, n in self.scheduler.scheduled_tokens(plan).items()}
@@ -218,6 +234,11 @@ class _Replay:
             "free": self.scheduler.pool.num_free,
             "samples": [name for name in scheduled if name not in late],
         }
+        if isinstance(plan, SpeculativePlan):
+            if plan.num_drafts:
+                decision["spec"] = {str(request.request_id): count for request, count in plan.num_drafts.items()}
+            if plan.padded:
+                decision["padded"] = sorted(str(request.request_id) for request in plan.padded)
         if self.notify:
             decision["notify_finished"] = sorted(self.notify)
             self.notify.clear()
@@ -238,14 +259,64 @@ class _Replay:
         }
 
 
+class _Speculation:
+    """Who accepts how many drafts, and how many are proposed: both by the documented hash of a case."""
+
+    def __init__(self, case: JsonDict) -> None:
+        given = case.get("spec", {})
+        self.acceptance = given.get("acceptance", 0.6)
+        self.is_seeded = given.get("num_draft", "full") == "seeded"
+        self.num_drafts = case["config"].get("num_speculative_tokens", 0)
+        self._seeds: dict[Request, int] = {}
+        self._num_verified: dict[Request, int] = {}
+        self._num_proposed: dict[Request, int] = {}
+
+    def seed(self, request: Request, seed: int) -> None:
+        self._seeds[request] = seed
+        self._num_verified[request] = self._num_proposed[request] = 0
+
+    def accept(self, plan: SpeculativePlan) -> dict[Request, int]:
+        """Leading drafts of each request that the model agrees with."""
+        accepted = {}
+        for request, num_drafts in plan.num_drafts.items():
+            count, turn = 0, self._num_verified[request]
+            while (
+                request not in plan.padded
+                and count < num_drafts
+                and _unit(self._seeds[request], turn * 64 + count) < self.acceptance
+            ):
+                count += 1
+            self._num_verified[request] += 1
+            accepted[request] = count
+        return accepted
+
+    def draft(self, request: Request) -> int:
+        """Drafts proposed for the next step."""
+        if not self.is_seeded:
+            return int(self.num_drafts)
+        turn = self._num_proposed[request]
+        self._num_proposed[request] += 1
+        return _mix((self._seeds[request] << 20) + 7 * turn) % (int(self.num_drafts) + 1)
+
+
+def _unit(seed: int, index: int) -> float:
+    """A number in [0, 1) from the stream ``seed``."""
+    return float(_mix(((seed & 0xFFFFFFFF) << 32) ^ (index & 0xFFFFFFFF) ^ (0xA5 << 56)) >> 11) / float(1 << 53)
+
+
+def _mix(x: int) -> int:
+    """splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return x ^ (x >> 31)
+
+
 def _config(case: JsonDict) -> SchedulerConfig:
     if not isinstance(case.get("config"), dict):
         raise CaseError("a case needs an object 'config'")
     given = dict(case["config"])
-    for key, neutral in LATER_KEYS.items():
-        if given.pop(key, neutral) not in (neutral, None):
-            raise CaseError(f"config.{key} = {case['config'][key]!r}: not modelled yet, only {neutral!r} is")
-    unknown = sorted(set(given) - CONFIG_KEYS - IGNORED_KEYS)
+    unknown = sorted(set(given) - CONFIG_KEYS)
     if unknown:
         raise CaseError(f"config has an unknown key {unknown[0]!r}; known are {', '.join(sorted(CONFIG_KEYS))}")
     values = {**CASE_DEFAULTS, **{k: v for k, v in given.items() if k in CONFIG_KEYS and v is not None}}

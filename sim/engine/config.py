@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 POLICIES = ("fcfs", "priority")
+SPEC_METHODS = ("ngram", "eagle", "eagle3", "mtp", "draft_model")
+DRAFTS_IN_CACHE = ("eagle", "eagle3", "mtp", "draft_model")
+DROPS_LAST_HIT = ("eagle", "eagle3", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,13 @@ class SchedulerConfig:
     """Admit a request only if its whole prompt fits the free blocks, not just its first chunk."""
     async_scheduling: bool = False
     """Decide a step while the one before still runs, without knowing its tokens."""
+    num_speculative_tokens: int = 0
+    """Draft tokens proposed for each request and step; 0 is no speculation."""
+    spec_method: str = "ngram"
+    """Who proposes them; only the bookkeeping of blocks and input slots depends on it."""
+    pipeline_parallel_size: int = 1
+    use_v2_model_runner: bool = False
+    """vLLM's second model runner, which may keep pipelines full under async scheduling."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size"):
@@ -78,6 +88,39 @@ class SchedulerConfig:
                 )
         if self.max_num_scheduled_tokens is not None:
             _at_least("max_num_scheduled_tokens", self.max_num_scheduled_tokens, 1)
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        if self.spec_method not in SPEC_METHODS:
+            raise ValueError(f"spec_method must be one of {', '.join(SPEC_METHODS)}, got {self.spec_method!r}")
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots beyond the scheduled tokens that a drafter writes to."""
+        return self.num_speculative_tokens if self.spec_method in DRAFTS_IN_CACHE else 0
+
+    @property
+    def num_drafter_slots(self) -> int:
+        """Input slots of the batch that the drafter needs for each request."""
+        return 1 if self.num_speculative_tokens and self.spec_method == "draft_model" else 0
+
+    @property
+    def drops_last_hit(self) -> bool:
+        """Whether the last block of a prefix hit is computed again, because the drafter needs its hidden states."""
+        return self.num_speculative_tokens > 0 and self.spec_method in DROPS_LAST_HIT
+
+    @property
+    def max_steps_under_way(self) -> int:
+        """Steps that may be decided and not committed at once."""
+        if not self.async_scheduling:
+            return self.pipeline_parallel_size
+        if self.use_v2_model_runner:
+            return self.pipeline_parallel_size + 1
+        return max(2, self.pipeline_parallel_size)
+
+    @property
+    def num_decode_gap(self) -> int:
+        """Decisions after which a decode may be scheduled again at the earliest; 0 is the next one."""
+        return self.pipeline_parallel_size if self.async_scheduling and self.use_v2_model_runner else 0
 
     @property
     def num_usable_blocks(self) -> int:

@@ -41,6 +41,7 @@ class Scheduler:
         self.num_steps_done = 0
         self._under_way: deque[StepPlan] = deque()  # decided and not committed, oldest first
         self._is_async = config.async_scheduling
+        self._lookahead = config.num_lookahead_tokens
         self._num_admitted = 0
         self._budget = config.max_num_batched_tokens
         if config.max_num_scheduled_tokens is not None:
@@ -117,7 +118,7 @@ class Scheduler:
                 continue
             request.num_owed_tokens -= 1
             request.num_emitted += 1
-            _extend_spans(request.spans, plan.number)
+            extend_spans(request.spans, plan.number)
             if request.num_emitted >= request.stop_after:
                 finished.append(request)
         full = dict.fromkeys([*self.decoding.filling(plan.number), *plan.owed, *finished])
@@ -341,7 +342,7 @@ class Scheduler:
             total = min(request.num_prompt_tokens + request.num_emitted, max_len)
             if max(-(-total // size) - len(hits), 0) > free:
                 return None
-        num_new = max(-(-min(num_scheduled, max_len) // size) - len(hits), 0)
+        num_new = max(-(-min(num_scheduled + self._lookahead, max_len) // size) - len(hits), 0)
         return num_new if num_new <= free else None
 
     def _admit(self, plan: StepPlan, request: Request, hits: list[int], now_ns: int) -> None:
@@ -452,8 +453,10 @@ class Scheduler:
         return threshold if 0 < threshold < num_tokens else num_tokens
 
     def _num_new_blocks(self, request: Request, num_tokens: int) -> int:
-        computed = self.num_computed_tokens(request)
-        return max(-(-(computed + num_tokens) // self.config.block_size) - len(request.block_ids), 0)
+        last = self.num_computed_tokens(request) + num_tokens
+        if self._lookahead:
+            last = min(last + self._lookahead, self.config.max_model_len)
+        return max(-(-last // self.config.block_size) - len(request.block_ids), 0)
 
     def _is_eager(self, request: Request) -> bool:
         """Whether others may look for the blocks of its output while it runs."""
@@ -488,7 +491,7 @@ class Scheduler:
             request.num_findable_blocks = num_blocks
 
 
-def _extend_spans(spans: list[tuple[int, int]], step: int) -> None:
+def extend_spans(spans: list[tuple[int, int]], step: int) -> None:
     """Add one token at the end of ``step``, which is later than all that the spans hold."""
     if spans and sum(spans[-1]) == step:
         spans[-1] = (spans[-1][0], spans[-1][1] + 1)
