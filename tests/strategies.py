@@ -98,4 +98,11 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         requests.append(request)
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
     fields["async_scheduling"] = draw(st.booleans())
-    return {"name": "drawn", "config": fields, "requests": requests, "max_steps": 400}
+    spec = {}
+    if draw(st.booleans()):
+        fields["num_speculative_tokens"] = draw(st.integers(0, 4))
+        fields["spec_method"] = draw(st.sampled_from(["ngram", "eagle3", "draft_model"]))
+        fields["pipeline_parallel_size"] = draw(st.sampled_from([1, 1, 2, 4]))
+        fields["use_v2_model_runner"] = draw(st.booleans())
+        spec = {"acceptance": draw(st.sampled_from([0.0, 0.6, 1.0])), "num_draft": draw(st.sampled_from(["full", "seeded"]))}
+    return {"spec": spec, "name": "drawn", "config": fields, "requests": requests, "max_steps": 400}
