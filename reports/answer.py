@@ -105,7 +105,7 @@ def _preemptions(records: Records, summary: Summary) -> str:
     if fits and summary.load.num_running_peak > fits:
         text += (
             f" The KV cache holds about {plural(fits, 'request')} of full length, up to "
-            f"{summary.load.num_running_peak:,} ran at once: a larger cache or max_num_seqs near {fits:,} avoids that."
+            f"{summary.load.num_running_peak:,} ran at once: try a larger cache, or max_num_seqs near {fits:,}."
         )
     return text
 

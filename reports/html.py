@@ -380,7 +380,7 @@ def _script(code: str) -> str:
 
 
 def _asset(name: str) -> str:
-    return (Path(__file__).parent / "page" / name).read_text(encoding="utf-8")
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def _plotly() -> str:

@@ -245,9 +245,25 @@ def test_concurrency_is_what_a_loop_over_the_requests_counts(lives: list[tuple[i
     assert peak_in_flight(sent, done) == at_once <= max_concurrent_requests(records)
 
 
+def test_a_request_that_ends_as_another_begins_is_not_in_flight_with_it() -> None:
+    assert peak_in_flight(np.array([0, 10, 20]), np.array([10, 20, 30])) == 1
+
+
+def test_a_request_that_ends_on_a_full_second_counts_in_the_next_bucket_as_vllm_has_it() -> None:
+    # vLLM 0.32 counts int(start) to int(end), both included
+    records = token_records((0, [9]), (S + S // 2, [19]), step_ns=S // 10)
+    assert max_concurrent_requests(records) == 2
+
+
 def test_duration_runs_from_the_first_sending_to_the_last_finish() -> None:
     records = token_records((30 * MS, [5]), (40 * MS, [7, 8]))
     assert summarize(records, workload_of(records)).duration_s == pytest.approx(0.06)
+
+
+def test_a_percentile_of_too_few_requests_is_pointed_out() -> None:
+    few, enough = (summarize(*queue_at(0.3, num, 1)).warnings for num in (60, 200))
+    assert any("P99 over 60 requests" in warning and "at least 100 requests" in warning for warning in few)
+    assert enough == ()
 
 
 def test_failed_requests_are_named_and_left_out_of_latencies() -> None:
@@ -478,6 +494,21 @@ def test_a_rising_rate_that_is_served_in_the_same_time_is_no_overload() -> None:
     arrival = np.cumsum(S / rate_per_s).astype(np.int64)
     records = with_requests(single_server(arrival, np.full(len(arrival), 1000))[0], finish_ns=arrival + S)
     assert judge(replace(records, end_ns=int(arrival[-1]) + S), workload_of(records)).verdict is Verdict.STABLE
+
+
+def test_a_swinging_level_is_no_growth_even_if_its_middle_rises() -> None:
+    # the base rises from 100 to 200 requests, and every other bucket a part of the requests stays much longer
+    time_s = np.arange(20_000) / 100
+    is_long = ((time_s // 10) % 2 == 1) & (np.arange(20_000) % 5 < 2)
+    lives_s = 1 + time_s / 200 + np.where(is_long, 5, 0)
+    arrival = (time_s * S).astype(np.int64)
+    gone = arrival + (lives_s * S).astype(np.int64)
+    records = with_requests(single_server(arrival, np.full(20_000, 1000))[0], finish_ns=gone)
+    stability = judge(replace(records, end_ns=int(gone.max())), workload_of(records))
+    assert stability.backlog_growth is not None
+    assert stability.backlog_noise is not None
+    assert stability.backlog_growth > stability.backlog_noise
+    assert stability.verdict is Verdict.STABLE
 
 
 def test_a_burst_in_the_middle_that_is_worked_off_is_no_overload() -> None:

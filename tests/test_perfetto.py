@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from built_records import UNFINISHED, AffineStepCost, S, pressed_engine, queue_a
 
 from windtunnel.reports.context import ReportContext
 from windtunnel.reports.perfetto import REQUESTS_PID_OFFSET, write_trace
-from windtunnel.sim.records import Outcome, Records
+from windtunnel.sim.records import Outcome, PreemptionTable, Records
 from windtunnel.sim.simulate import run
 
 Event = dict[str, Any]
@@ -97,6 +98,39 @@ def test_the_phases_of_a_request_lie_where_the_records_say(tmp_path: Path) -> No
         ("prefill", 20_000),
         ("decode", 30_000),
     ]
+
+
+def phases_of(records: Records, folder: Path) -> list[tuple[str, float, float]]:
+    """The phases of the only request; inside it nothing else is open, so begins and ends alternate."""
+    inner = [event for event in events_of(records, folder) if event["ph"] in "be"][1:-1]
+    return [(begin["name"], begin["ts"], end["ts"]) for begin, end in zip(inner[::2], inner[1::2], strict=True)]
+
+
+def preempted_at(records: Records, *times_ns: int) -> Records:
+    """The same run in which request 0 was preempted at these times."""
+    num = len(times_ns)
+    table = PreemptionTable(np.array(times_ns), *(np.zeros(num, np.int64) for _ in range(6)))
+    replica = replace(records.replicas[0], preemptions=table)
+    return replace(with_requests(records, num_preemptions=np.array([num])), replicas=(replica,))
+
+
+def test_a_request_with_one_token_has_no_decode(tmp_path: Path) -> None:
+    assert phases_of(token_records((0, [2])), tmp_path) == [("queued", 0, 20_000), ("prefill", 20_000, 30_000)]
+
+
+def test_preemptions_before_the_next_token_are_one_stall(tmp_path: Path) -> None:
+    records = preempted_at(token_records((0, [0, 1, 9, 10])), 20_000_000, 50_000_000)
+    assert phases_of(records, tmp_path) == [
+        ("prefill", 0, 10_000),
+        ("decode", 10_000, 20_000),
+        ("preempted", 20_000, 100_000),
+        ("decode", 100_000, 110_000),
+    ]
+
+
+def test_a_preemption_during_prefill_lasts_until_the_first_token(tmp_path: Path) -> None:
+    records = preempted_at(token_records((0, [0])), 4_000_000)
+    assert phases_of(records, tmp_path) == [("prefill", 0, 4_000), ("preempted", 4_000, 10_000)]
 
 
 def test_counters_follow_the_steps_and_fall_to_zero_when_idle(tmp_path: Path) -> None:

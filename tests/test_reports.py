@@ -224,6 +224,19 @@ def test_a_request_that_waited_says_how_long_and_for_what() -> None:
     assert Causes(records).why(row).startswith(f"queued {milliseconds(queued / MS)}: all max_num_seqs seats were taken")
 
 
+def test_a_stall_is_not_counted_into_the_time_per_token() -> None:
+    # three tokens 10 ms apart, a stall of 500 ms, two tokens 10 ms apart
+    records = with_requests(
+        token_records((0, [0, 1, 2, 52, 53])), num_preemptions=np.array([1]), num_recomputed_tokens=np.array([12])
+    )
+    said = Causes(records).why(0)
+    assert said == "preempted once: 12 tokens recomputed, 500 ms without a token"
+    slow = with_requests(
+        token_records((0, [0, 1, 2, 3, 8, 9])), num_preemptions=np.array([1]), num_recomputed_tokens=np.array([12])
+    )
+    assert "6 output tokens at 10 ms each took 40 ms" in Causes(slow).why(0)
+
+
 def test_rejected_unsent_and_unfinished_requests_have_a_reason_of_their_own() -> None:
     records = token_records((0, [0]), (0, [1]), (0, [2, 3]))
     records = with_requests(
@@ -407,6 +420,7 @@ def test_settings_are_shown_with_their_source(page: str) -> None:
 def test_every_figure_has_a_place_and_a_description(page: str, pressed: tuple[Records, Summary]) -> None:
     data = re.search(r'id="figures">(.*?)</script>', page)
     assert data is not None
+    assert "<" not in data[1]
     drawn = json.loads(data[1])
     assert [figure["name"] for figure in drawn] == [figure.name for figure in figures(*pressed)]
     for figure in drawn:

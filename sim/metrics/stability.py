@@ -31,7 +31,7 @@ NUM_BUCKETS = 20
 """Equal parts of the window whose means are looked at for a trend."""
 MIN_TAU = 0.5
 """Least Kendall correlation of those means with time that counts as steady growth."""
-NOISE_FACTOR = 0.2
+NOISE_FACTOR = 2.0
 """Multiple of the random-walk noise that growth must exceed."""
 MIN_GROWTH = 5.0
 """Growth, in requests, that is never called overload, however regular the arrivals are."""

@@ -418,8 +418,8 @@ def _warnings(summary: Summary) -> list[str]:
     waited_ms, e2el_ms = summary.client_queue_time.mean_ms, summary.e2el.mean_ms
     if waited_ms and e2el_ms and waited_ms > 0.1 * e2el_ms:
         found.append(
-            f"Requests waited {waited_ms / 1000:,.3g} s at the client on average before they were sent; as in vllm bench "
-            "serve TTFT and E2EL leave that out (see Client Queue Time)."
+            f"Requests waited {waited_ms / 1000:,.3g} s at the client on average before they were sent; as in vllm "
+            "bench serve TTFT and E2EL leave that out (see Client Queue Time)."
         )
     return found
 
