@@ -55,7 +55,7 @@ def test_links_between_documents_lead_somewhere(path: Path) -> None:
 def test_commands_and_flags_that_are_shown_exist(path: Path) -> None:
     text = path.read_text()
     assert set(re.findall(r"^windtunnel (\w+)", text, re.MULTILINE)) <= set(COMMANDS)
-    known = {f"--{name.replace('_', '-')}" for name in SchedulerConfig.__dataclass_fields__}
+    known = {"--help", "--version"} | {f"--{name.replace('_', '-')}" for name in SchedulerConfig.__dataclass_fields__}
     help_text = (REPO_ROOT / "windtunnel" / "cli" / "simulate.py").read_text()
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(re.findall(r"`([^`]+)`", text)))):
         assert flag in known or flag in help_text or path.name in ("traces.md", "architecture.md"), flag
