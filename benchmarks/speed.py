@@ -15,13 +15,13 @@ import os
 import platform
 import resource
 import subprocess
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from windtunnel.sim.cost.roofline import RooflineCost
 from windtunnel.sim.deployment.engine_args import engine_defaults
@@ -124,14 +124,12 @@ def measure(case: Case, capacity: float) -> Result:
 def engine(caching: bool, small_pool: bool) -> tuple[SchedulerConfig, RooflineCost]:
     model, gpu = load_model("llama-3.1-8b"), load_gpu("h100")
     defaults = engine_defaults(gpu, model=model)
-    limits = {
-        "max_num_seqs": defaults.max_num_seqs,
-        "max_num_batched_tokens": defaults.max_num_batched_tokens,
-        "max_model_len": 16_384,
-    }
-    pool = kv_pool(model, gpu, **limits)
+    max_num_seqs, budget, max_model_len = defaults.max_num_seqs, defaults.max_num_batched_tokens, 16_384
+    pool = kv_pool(model, gpu, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=max_model_len)
     config = SchedulerConfig(
-        **limits,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
         num_gpu_blocks=SMALL_POOL_BLOCKS if small_pool else pool.num_gpu_blocks,
         enable_prefix_caching=caching,
     )
@@ -141,10 +139,11 @@ def engine(caching: bool, small_pool: bool) -> tuple[SchedulerConfig, RooflineCo
 def poisson(num_requests: int, rate_per_s: float) -> Workload:
     rng = np.random.default_rng(SEED)
     arrival_s = np.cumsum(rng.exponential(1 / rate_per_s, num_requests))
-    return workload((arrival_s * 1e9).astype(np.int64), lognormal(rng, 512, num_requests), lognormal(rng, 256, num_requests))
+    lengths = (lognormal(rng, mean, num_requests) for mean in (512, 256))
+    return workload((arrival_s * 1e9).astype(np.int64), *lengths)
 
 
-def lognormal(rng: np.random.Generator, mean: float, count: int) -> np.ndarray:
+def lognormal(rng: np.random.Generator, mean: float, count: int) -> npt.NDArray[np.int64]:
     tokens = rng.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, count)
     return np.clip(np.rint(tokens), 1, 7_000).astype(np.int64)
 
@@ -171,4 +170,4 @@ def append(path: Path, results: list[Result]) -> None:
 
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent.parent)
-    sys.exit(main())
+    main()

@@ -146,7 +146,8 @@ class Records:
     end_ns: int
     """When the run ended: the last finish, or the horizon."""
     stalled: bool = False
-    """The run ended because waiting requests could never be scheduled (vLLM would spin for ever)."""
+    """The run ended because nothing could move any more: the head of the queue can never be admitted, or requests keep
+    preempting each other without ever getting a token.  vLLM would spin for ever."""
 
 
 AnyTable = RequestTable | StepTable | SpanTable | PreemptionTable

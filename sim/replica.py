@@ -17,6 +17,13 @@ from windtunnel.sim.world import STEP_END, Occurrence, World
 RETRY_NS = 1_000_000
 """Pause after a step in which nothing was computed though requests are there.  Source: vLLM's engine loop."""
 
+LIVELOCK_PREEMPTIONS = 1_000
+"""Preemptions without one token in between after which the engine is taken to be stuck for good.
+
+Requests that keep preempting each other (a tiny pool, admission by first chunk, priorities) would go on for ever, in
+vLLM as well as here.
+"""
+
 
 class Replica:
     """A scheduler and an executor on one clock.
@@ -40,6 +47,8 @@ class Replica:
         self._world = world
         self._log = log
         self._on_finish = on_finish
+        self.is_stuck = False
+        """Whether it gave up because its requests only keep preempting each other."""
         self._asleep: Occurrence | None = None
         world.process(self._serve())
 
@@ -56,9 +65,13 @@ class Replica:
     def _serve(self) -> Generator[Event, Any, None]:
         world, scheduler, log, pool = self._world, self.scheduler, self._log, self.scheduler.pool
         now_ns = world.now_ns  # runs ahead of the world while nothing can come in or go out
-        while True:
+        num_in_vain = 0
+        while num_in_vain <= LIVELOCK_PREEMPTIONS:
             plan = scheduler.schedule(now_ns)
+            if plan.shape.num_sampled:
+                num_in_vain = 0
             if plan.preemptions:
+                num_in_vain += len(plan.preemptions)
                 log.write_preemptions(plan, now_ns)
             if plan.is_empty:
                 now_ns = yield from self._pause(plan, now_ns)
@@ -72,6 +85,7 @@ class Replica:
                 self._on_finish(request, end_ns)
             log.write_step(plan, now_ns, end_ns, *state)
             now_ns = end_ns
+        self.is_stuck = True
 
     def _pause(self, plan: StepPlan, now_ns: int) -> Generator[Event, Any, int]:
         """Nothing can be computed: wait for a request, or try again soon; returns when it goes on."""

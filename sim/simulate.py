@@ -51,10 +51,13 @@ def run(
     num_open = client.write_unfinished(scheduler.num_emitted_tokens)
     for request in (*scheduler.running, *scheduler.waiting):
         log.write_spans(request, scheduler.token_spans(request))
-    stalled = num_open > 0 and horizon_ns is None
-    table = requests.table()
-    end_ns = horizon_ns if num_open and horizon_ns is not None else int(table.finish_ns.max(initial=0))
-    return Records(table, (log.records(),), end_ns, stalled)
+    stalled = num_open > 0 and (horizon_ns is None or replica.is_stuck)
+    table, steps = requests.table(), log.records()
+    if num_open and horizon_ns is not None:
+        end_ns = horizon_ns
+    else:
+        end_ns = max(int(table.finish_ns.max(initial=0)), int(steps.steps.end_ns.max(initial=0)))
+    return Records(table, (steps,), end_ns, stalled)
 
 
 def check_fits(workload: Workload, config: SchedulerConfig) -> None:

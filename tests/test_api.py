@@ -21,7 +21,12 @@ def small(**changes: Any) -> dict[str, Any]:
         "name": "small",
         "deployment": {"num_gpu_blocks_override": 200},
         "engine": {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 1024},
-        "workload": {"num_requests": 40, "input": "uniform:low=10,high=300", "output": "uniform:low=1,high=60", "request_rate": 5},
+        "workload": {
+            "num_requests": 40,
+            "input": "uniform:low=10,high=300",
+            "output": "uniform:low=1,high=60",
+            "request_rate": 5,
+        },
         "cost": {"kind": "constant", "step_s": "10ms"},
     }
     for section, values in changes.items():
@@ -48,7 +53,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_importing_windtunnel_loads_nothing_heavy() -> None:
     heavy = ("torch", "triton", "plotly", "pandas", "scipy", "pyarrow", "pydantic", "numpy", "simpy", "typer")
     code = f"import sys, windtunnel; print(*[name for name in {heavy!r} if name in sys.modules])"
-    assert "" == subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == ""
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
@@ -63,9 +68,9 @@ def test_overrides_win_over_the_scenario() -> None:
     assert run.records.replicas[0].max_num_seqs == 2
     assert {20_000_000} == set(run.steps.eval("end_ns - start_ns"))
     sources = {entry["key"]: entry["source"] for entry in run.resolved["settings"]}
-    assert "max_num_seqs=" == sources["max_num_seqs"]
-    assert "cost=" == sources["step_s"]
-    assert "scenario argument" == sources["max_num_batched_tokens"]
+    assert sources["max_num_seqs"] == "max_num_seqs="
+    assert sources["step_s"] == "cost="
+    assert sources["max_num_batched_tokens"] == "scenario argument"
 
 
 def test_latencies_in_seconds_follow_from_the_records() -> None:
@@ -92,7 +97,10 @@ def test_requests_that_no_one_may_serve_are_counted_and_told() -> None:
     long = run.requests.num_prompt_tokens >= 200
     assert 0 < long.sum() < 40
     assert long.sum() == run.summary["rejected"]
-    assert any(f"{long.sum()} of 40 prompts have max_model_len (200) tokens or more" in text for text in run.resolved["warnings"])
+    assert any(
+        f"{long.sum()} of 40 prompts have max_model_len (200) tokens or more" in text
+        for text in run.resolved["warnings"]
+    )
 
 
 def test_a_saved_run_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
@@ -114,7 +122,9 @@ def test_equal_runs_are_saved_as_equal_bytes(tmp_path: Path) -> None:
         wt.simulate(small(), seed=3).save(tmp_path / name)
     assert files(tmp_path / "a") == files(tmp_path / "b")
     expected = {"preemptions", "requests", "spans", "steps", "workload"}
-    assert {f"{name}.parquet" for name in expected} | {"summary.json", "scenario.resolved.json"} == set(files(tmp_path / "a"))
+    assert {f"{name}.parquet" for name in expected} | {"summary.json", "scenario.resolved.json"} == set(
+        files(tmp_path / "a")
+    )
 
 
 def test_saving_replaces_an_earlier_run_and_nothing_else(tmp_path: Path) -> None:
@@ -123,7 +133,7 @@ def test_saving_replaces_an_earlier_run_and_nothing_else(tmp_path: Path) -> None
     before = files(folder)
     (folder / "notes.txt").write_text("mine")
     wt.simulate(small(), seed=2).save(folder)
-    assert "mine" == (folder / "notes.txt").read_text()
+    assert (folder / "notes.txt").read_text() == "mine"
     assert before["summary.json"] != files(folder)["summary.json"]
     assert [folder] == list(tmp_path.iterdir()), "no scratch folder is left"
 
@@ -133,9 +143,9 @@ def test_a_folder_with_other_things_is_only_written_to_by_force(tmp_path: Path) 
     run = wt.simulate(small())
     with pytest.raises(OutputError, match="not empty and holds no earlier run"):
         run.save(tmp_path)
-    assert ["thesis.tex"] == [path.name for path in tmp_path.iterdir()]
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     run.save(tmp_path, force=True)
-    assert "mine" == (tmp_path / "thesis.tex").read_text()
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
     assert run.summary == wt.Run.load(tmp_path).summary
 
 
@@ -159,14 +169,26 @@ def test_a_folder_that_holds_no_run_or_half_of_one_says_so(tmp_path: Path) -> No
 
 def test_labels_of_a_trace_come_through(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
-    trace.write_text("id,arrival_s,num_prompt_tokens,num_output_tokens\na,0,10,2\nb,1,20,3\n")
+    trace.write_text("request_id,arrival_s,num_prompt_tokens,num_output_tokens\na,0,10,2\nb,1,20,3\n")
     scenario = small()
     scenario["workload"] = {"trace": str(trace)}
     run = wt.simulate(scenario)
-    assert [10, 20] == run.requests.num_prompt_tokens.tolist()
+    assert run.requests[["label", "num_prompt_tokens"]].to_numpy().tolist() == [["a", 10], ["b", 20]]
     run.save(tmp_path / "run")
-    if run.workload.labels is not None:
-        assert run.requests.label.tolist() == wt.load_run(tmp_path / "run").requests.label.tolist()
+    assert wt.load_run(tmp_path / "run").requests.label.tolist() == ["a", "b"]
+
+
+def test_a_loaded_run_makes_the_same_reports(tmp_path: Path) -> None:
+    run = wt.simulate(small(slo={"objectives": ["ttft:p99<1s"]}))
+    run.save(tmp_path / "run")
+    loaded = wt.load_run(tmp_path / "run")
+    assert run.text() == loaded.text()
+    assert run.markdown() == loaded.markdown()
+    for name, each in (("direct", run), ("loaded", loaded)):
+        each.report(tmp_path / f"{name}.html")
+        each.trace(tmp_path / f"{name}.json")
+    assert (tmp_path / "direct.html").read_bytes() == (tmp_path / "loaded.html").read_bytes()
+    assert (tmp_path / "direct.json").read_bytes() == (tmp_path / "loaded.json").read_bytes()
 
 
 def test_the_utilisation_is_that_of_the_measured_saturation() -> None:
@@ -182,4 +204,4 @@ def test_the_bundled_storm_preempts_as_real_vllm_did() -> None:
     """700 preemptions and 338,578 recomputed tokens: shared/vllm_golden/pressure, recorded from vLLM 0.32."""
     run = wt.simulate("preemption-storm")
     assert 700 == run.summary["preemptions"] == len(run.preemptions)
-    assert 338_578 == run.summary["recomputed_prefill_tokens"]
+    assert run.summary["recomputed_prefill_tokens"] == 338_578

@@ -228,6 +228,33 @@ def test_an_engine_whose_only_runner_preempts_itself_tries_again() -> None:
     assert not records.stalled
 
 
+def test_requests_that_only_keep_preempting_each_other_end_the_run() -> None:
+    """Admission by first chunk, priorities and a tiny pool: found by hypothesis; vLLM would go on for ever."""
+    config = SchedulerConfig(
+        max_num_seqs=5,
+        max_num_batched_tokens=87,
+        max_model_len=400,
+        block_size=4,
+        num_gpu_blocks=11,
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=7,
+        policy="priority",
+        scheduler_reserve_full_isl=False,
+    )
+    work = workload(
+        [0, 0, 0, 0, 0, 400_000_000],
+        [16, 24, 15, 23, 24, 1],
+        [14, 2, 4, 4, 8, 7],
+        max_tokens=[14, 3, 4, 6, 11, 8],
+        priority=[1, 3, 1, 3, 1, 3],
+    )
+    records = run(work, config, ConstantCost(step_s=0.003))
+    assert records.stalled
+    assert len(records.requests) == 6
+    assert (records.requests.outcome == Outcome.UNFINISHED).any()
+    check_token_counts(records)
+
+
 def test_a_prompt_that_never_fits_waits_for_ever_as_in_vllm() -> None:
     scheduler = Scheduler(SchedulerConfig(num_gpu_blocks=10, max_num_seqs=8))
     scheduler.add(Request("large", 0, 200, 5))

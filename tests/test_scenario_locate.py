@@ -72,7 +72,7 @@ SCALARS = st.one_of(
     st.integers(-(2**40), 2**40),
     st.booleans(),
     st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=8),
-    st.text('a"\\\n\'#[]{}=,.', max_size=8),
+    st.text("a\"\\\n'#[]{}=,.", max_size=8),
 )
 VALUES = st.recursive(
     SCALARS,
@@ -82,7 +82,9 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(KEYS, st.one_of(VALUES, st.dictionaries(KEYS, VALUES, max_size=4)), max_size=5), st.data())
-def test_the_lines_of_any_document_are_those_where_its_keys_are_written(table: dict[str, Any], data: st.DataObject) -> None:
+def test_the_lines_of_any_document_are_those_where_its_keys_are_written(
+    table: dict[str, Any], data: st.DataObject
+) -> None:
     writer = _Writer(data)
     writer.document(table)
     text = "\n".join(writer.lines) + "\n"

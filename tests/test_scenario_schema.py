@@ -36,7 +36,7 @@ def complaint(text: str, **overrides: Any) -> str:
 
 def test_an_unknown_key_names_the_nearest_one_with_file_and_line(in_tmp: Path) -> None:
     text = WORKLOAD + "\n[engine]  # knobs\nblock_size = 16\nmax_num_seq = 64\n"
-    assert "scenario.toml:8: unknown key 'max_num_seq' in [engine]; did you mean 'max_num_seqs'?" == complaint(text)
+    assert complaint(text) == "scenario.toml:8: unknown key 'max_num_seq' in [engine]; did you mean 'max_num_seqs'?"
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,14 @@ def test_an_unknown_key_names_the_nearest_one_with_file_and_line(in_tmp: Path) -
         ("[engine]\nwatermark = 1.5\n", ":6: watermark = 1.5 in [engine] must be at least 0 and below 1"),
         ("[engine]\nmax_num_seqs = 1.5\n", ":6: max_num_seqs = 1.5 in [engine] must be a whole number such as 8192"),
         ("[engine]\nmax_num_seqs = true\n", ":6: max_num_seqs = true in [engine] must be a whole number"),
-        ("[engine]\nenable_prefix_caching = 'on'\n", ":6: enable_prefix_caching = 'on' in [engine] must be true or false"),
-        ("[engine]\nscheduling_policy = 'lifo'\n", ":6: scheduling_policy = 'lifo' in [engine] must be one of 'fcfs' or"),
+        (
+            "[engine]\nenable_prefix_caching = 'on'\n",
+            ":6: enable_prefix_caching = 'on' in [engine] must be true or false",
+        ),
+        (
+            "[engine]\nscheduling_policy = 'lifo'\n",
+            ":6: scheduling_policy = 'lifo' in [engine] must be one of 'fcfs' or",
+        ),
         ("[run]\nhorizon = 'soon'\n", ":6: horizon = 'soon' in [run] must be a duration"),
         ("[deployment]\nkv_cache_memory_bytes = '16 gb'\n", "16GiB is 16 * 2**30 bytes, 16GB is 16 * 10**9 bytes"),
         ("[deployment]\ngpu_memory_utilization = 92\n", "must be above 0 and at most 1"),
@@ -72,11 +78,12 @@ def test_a_key_that_needs_another_workload_says_so(in_tmp: Path) -> None:
 def test_all_complaints_come_at_once_in_the_order_of_the_file(in_tmp: Path) -> None:
     text = WORKLOAD + "[engine]\nblock_size = 0\nmax_num_seqz = 1\nwatermark = 2\n"
     lines = complaint(text).splitlines()
-    assert ["scenario.toml:6", "scenario.toml:7", "scenario.toml:8"] == [line.partition(": ")[0] for line in lines]
+    assert [line.partition(": ")[0] for line in lines] == ["scenario.toml:6", "scenario.toml:7", "scenario.toml:8"]
 
 
 def test_a_scenario_without_a_workload_says_how_to_give_one(in_tmp: Path) -> None:
-    assert "give a trace, or num_requests, input and output" in complaint("[engine]\nblock_size = 16\n")
+    said = complaint("[engine]\nblock_size = 16\n")
+    assert "give a trace (--trace), or num_requests, input and output (--num-prompts, " in said
 
 
 def test_text_that_is_no_toml_names_its_line(in_tmp: Path) -> None:
@@ -84,7 +91,7 @@ def test_text_that_is_no_toml_names_its_line(in_tmp: Path) -> None:
 
 
 def test_a_scenario_of_another_version_is_refused(in_tmp: Path) -> None:
-    assert "scenario.toml:1: schema_version = 2 must be 1" == complaint("schema_version = 2\n" + WORKLOAD)
+    assert complaint("schema_version = 2\n" + WORKLOAD) == "scenario.toml:1: schema_version = 2 must be 1"
 
 
 def test_a_missing_file_names_the_nearest_bundled_scenario() -> None:
@@ -112,9 +119,9 @@ def test_numbers_are_read_with_their_units(in_tmp: Path) -> None:
     duration = 90
     """
     scenario = load(text).scenario
-    assert 16 * 2**30 == scenario.deployment.kv_cache_memory_bytes
-    assert (16_000, 8192) == (scenario.engine.max_num_batched_tokens, scenario.engine.max_model_len)
-    assert (1200.0, 90.0) == (scenario.workload.start, scenario.workload.duration)  # type: ignore[union-attr]
+    assert scenario.deployment.kv_cache_memory_bytes == 16 * 2**30
+    assert (scenario.engine.max_num_batched_tokens, scenario.engine.max_model_len) == (16_000, 8192)
+    assert (scenario.workload.start, scenario.workload.duration) == (1200.0, 90.0)  # type: ignore[union-attr]
 
 
 def test_a_distribution_may_be_written_as_text(in_tmp: Path) -> None:
@@ -125,10 +132,10 @@ def test_a_distribution_may_be_written_as_text(in_tmp: Path) -> None:
 
 def test_each_value_knows_who_gave_it(in_tmp: Path) -> None:
     loaded = load(WORKLOAD + "[engine]\nblock_size = 32\nmax_num_seqs = 8\n", max_num_seqs="16")
-    assert "scenario.toml:6" == loaded.source_of("engine", "block_size")
-    assert "--max-num-seqs" == loaded.source_of("engine", "max_num_seqs")
+    assert loaded.source_of("engine", "block_size") == "scenario.toml:6"
+    assert loaded.source_of("engine", "max_num_seqs") == "--max-num-seqs"
     assert loaded.source_of("engine", "watermark") is None
-    assert 16 == loaded.scenario.engine.max_num_seqs
+    assert loaded.scenario.engine.max_num_seqs == 16
 
 
 def test_a_wrong_flag_is_named_instead_of_the_line_that_it_overrides(in_tmp: Path) -> None:
@@ -138,8 +145,19 @@ def test_a_wrong_flag_is_named_instead_of_the_line_that_it_overrides(in_tmp: Pat
 
 def test_a_trace_from_a_flag_replaces_the_workload_of_the_file(in_tmp: Path) -> None:
     loaded = load(WORKLOAD, trace="b.csv")
-    assert "b.csv" == loaded.scenario.workload.trace  # type: ignore[union-attr]
-    assert ("--trace replaces the scenario's own workload",) == loaded.notes
+    assert loaded.scenario.workload.trace == "b.csv"  # type: ignore[union-attr]
+    assert loaded.notes == ("--trace replaces the scenario's own workload",)
+
+
+def test_a_rate_from_a_flag_replaces_the_arrival_process_of_the_file(in_tmp: Path) -> None:
+    text = WORKLOAD + "arrival = {process = 'poisson', rate = 3}\n"
+    loaded = load(text, request_rate="5")
+    assert loaded.scenario.workload.request_rate == 5  # type: ignore[union-attr]
+    assert loaded.scenario.workload.arrival is None  # type: ignore[union-attr]
+    assert loaded.notes == ("--request-rate replaces the scenario's own arrival",)
+    back = load(WORKLOAD + "request_rate = 3\nburstiness = 0.5\n", arrival="poisson:rate=5")
+    assert back.scenario.workload.arrival == {"process": "poisson", "rate": 5}  # type: ignore[union-attr]
+    assert len(back.notes) == 2
 
 
 def test_paths_of_the_file_are_relative_to_it_and_those_of_flags_to_the_working_folder(in_tmp: Path) -> None:
@@ -153,8 +171,8 @@ def test_paths_of_the_file_are_relative_to_it_and_those_of_flags_to_the_working_
 
 def test_a_section_can_be_overridden_whole(in_tmp: Path) -> None:
     loaded = load(WORKLOAD + "[cost]\nkind = 'affine'\nbase_s = 1\n", cost="constant:step_s=10ms")
-    assert {"kind": "constant", "step_s": 0.01} == loaded.scenario.cost.model_dump()
-    assert "--cost" == loaded.source_of("cost", "step_s")
+    assert loaded.scenario.cost.model_dump() == {"kind": "constant", "step_s": 0.01}
+    assert loaded.source_of("cost", "step_s") == "--cost"
 
 
 def test_an_unknown_override_names_the_nearest_setting() -> None:
@@ -167,7 +185,7 @@ def test_a_dict_and_a_scenario_load_like_a_file(in_tmp: Path) -> None:
     from_file = load(WORKLOAD).scenario
     assert from_file == load_scenario(table).scenario
     assert from_file == load_scenario(from_file).scenario
-    assert {"num_requests": 10, "input": 100, "output": 10} == table["workload"], "the caller's dict is left alone"
+    assert table["workload"] == {"num_requests": 10, "input": 100, "output": 10}, "the caller's dict is left alone"
 
 
 def test_no_key_of_two_sections_has_the_same_name() -> None:
@@ -196,5 +214,5 @@ def test_the_json_schema_describes_every_key_and_its_range() -> None:
     for name, item in engine["properties"].items():
         assert item["description"], name
     watermark = next(kind for kind in engine["properties"]["watermark"]["anyOf"] if kind["type"] == "number")
-    assert (0, 1) == (watermark["minimum"], watermark["exclusiveMaximum"])
+    assert (watermark["minimum"], watermark["exclusiveMaximum"]) == (0, 1)
     assert '"ge"' not in json.dumps(schema)

@@ -27,7 +27,16 @@ def test_what_is_no_count_is_refused(text: object) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("20m", 1200), ("90s", 90), ("1h30m", 5400), ("250ms", 0.25), ("1 h 5 s", 3605), ("90", 90), (1.5, 1.5), ("2d", 172_800)],
+    [
+        ("20m", 1200),
+        ("90s", 90),
+        ("1h30m", 5400),
+        ("250ms", 0.25),
+        ("1 h 5 s", 3605),
+        ("90", 90),
+        (1.5, 1.5),
+        ("2d", 172_800),
+    ],
 )
 def test_durations_have_units(text: float | str, seconds: float) -> None:
     assert seconds == pytest.approx(parse_duration_s(text), rel=1e-12)
@@ -45,31 +54,31 @@ def test_a_duration_is_the_sum_of_its_parts(hours: int, minutes: int, seconds: i
 
 
 def test_gib_and_gb_differ() -> None:
-    assert 16 * 2**30 == parse_size_bytes("16GiB")
-    assert 16 * 10**9 == parse_size_bytes("16GB")
-    assert 16 * 2**30 == parse_size_bytes("16G")
-    assert 16 * 10**9 == parse_size_bytes("16g")
-    assert 3 * 2**29 == parse_size_bytes("1.5 GiB")
-    assert 1024 == parse_size_bytes(1024)
+    assert parse_size_bytes("16GiB") == 16 * 2**30
+    assert parse_size_bytes("16GB") == 16 * 10**9
+    assert parse_size_bytes("16G") == 16 * 2**30
+    assert parse_size_bytes("16g") == 16 * 10**9
+    assert parse_size_bytes("1.5 GiB") == 3 * 2**29
+    assert parse_size_bytes(1024) == 1024
 
 
 @pytest.mark.parametrize("text", ["16gib", "16 giga", "GiB", "", True, -1.5])
 def test_an_unknown_unit_of_memory_names_both_spellings(text: object) -> None:
-    with pytest.raises(ValueError, match="16GiB.*16GB"):
+    with pytest.raises(ValueError, match=r"16GiB.*16GB"):
         parse_size_bytes(text)  # type: ignore[arg-type]
 
 
 def test_a_rate_is_above_zero_and_may_be_infinite() -> None:
     assert math.inf == parse_rate("inf")
-    assert 12.5 == parse_rate("12.5")
+    assert parse_rate("12.5") == 12.5
     for bad in (0, -1, "fast", math.nan, True, None):
         with pytest.raises(ValueError, match="above 0, or inf"):
             parse_rate(bad)  # type: ignore[arg-type]
 
 
 def test_a_spec_is_a_name_with_fields() -> None:
-    assert {"dist": "lognormal", "mean": 512, "sigma": 0.8} == parse_spec("lognormal:mean=512, sigma=0.8", "dist")
-    assert {"kind": "profile", "path": "a b.json"} == parse_spec("profile:path=a b.json", "kind")
-    assert {"kind": "roofline"} == parse_spec("roofline", "kind")
+    assert parse_spec("lognormal:mean=512, sigma=0.8", "dist") == {"dist": "lognormal", "mean": 512, "sigma": 0.8}
+    assert parse_spec("profile:path=a b.json", "kind") == {"kind": "profile", "path": "a b.json"}
+    assert parse_spec("roofline", "kind") == {"kind": "roofline"}
     with pytest.raises(ValueError, match="'sigma' has no value"):
         parse_spec("lognormal:mean=512,sigma", "dist")

@@ -1,3 +1,62 @@
-"""windtunnel: a wind tunnel for LLM serving."""
+"""windtunnel: a wind tunnel for LLM serving.
+
+>>> import windtunnel as wt
+>>> run = wt.simulate("chat-8b-h100", seed=1)  # doctest: +SKIP
+>>> run.requests.ttft_s.quantile(0.99)  # doctest: +SKIP
+
+Names are imported when they are first used, so that ``import windtunnel`` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from windtunnel.api import Run, load_run, simulate
+    from windtunnel.rundir import OutputError, RunUnreadable
+    from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
+    from windtunnel.scenarios.workloads.errors import TraceError
+    from windtunnel.sim.deployment.memory import InfeasibleDeployment
+    from windtunnel.sim.deployment.model import UnsupportedModel
+    from windtunnel.sim.simulate import RequestTooLarge
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "InfeasibleDeployment",
+    "OutputError",
+    "RequestTooLarge",
+    "Run",
+    "RunUnreadable",
+    "ScenarioError",
+    "ScenarioUnreadable",
+    "TraceError",
+    "UnsupportedModel",
+    "load_run",
+    "simulate",
+]
+
+_HOMES = {
+    "InfeasibleDeployment": "windtunnel.sim.deployment.memory",
+    "OutputError": "windtunnel.rundir",
+    "RequestTooLarge": "windtunnel.sim.simulate",
+    "Run": "windtunnel.api",
+    "RunUnreadable": "windtunnel.rundir",
+    "ScenarioError": "windtunnel.scenarios.errors",
+    "ScenarioUnreadable": "windtunnel.scenarios.errors",
+    "TraceError": "windtunnel.scenarios.workloads.errors",
+    "UnsupportedModel": "windtunnel.sim.deployment.model",
+    "load_run": "windtunnel.api",
+    "simulate": "windtunnel.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'windtunnel' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

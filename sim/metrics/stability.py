@@ -33,6 +33,8 @@ MIN_TAU = 0.5
 """Least Kendall correlation of those means with time that counts as steady growth."""
 NOISE_FACTOR = 2.0
 """Multiple of the random-walk noise that growth must exceed."""
+MIN_GROWTH = 5.0
+"""Growth, in requests, that is never called overload, however regular the arrivals are."""
 MIN_LATENCY_RATIO = 1.25
 """Least ratio of the latency of the last quarter of the requests to that of the first that counts as growing."""
 STANDING_QUEUE_SHARE = 0.5
@@ -210,7 +212,7 @@ def _trend(life: _Lives, leaves: IntArray, start_ns: int) -> _Trend | None:
     early, late = float(np.median(waits[:quarter])), float(np.median(waits[-quarter:]))
     return _Trend(
         growth=slope * NUM_BUCKETS,
-        noise=NOISE_FACTOR * life.noise_per_request * sqrt(int(counted.sum())),
+        noise=max(NOISE_FACTOR * life.noise_per_request * sqrt(int(counted.sum())), MIN_GROWTH),
         tau=float(np.sign(rises).mean()),
         latency_ratio=late / early if early > 0 else (float("inf") if late > 0 else 1.0),
     )

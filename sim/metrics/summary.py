@@ -261,7 +261,10 @@ def _slos(given: str | Iterable[str | Slo] | None) -> tuple[Slo, ...]:
 
 
 def _limits(given: str | Iterable[str] | GoodputLimits | None) -> GoodputLimits | None:
-    return given if given is None or isinstance(given, GoodputLimits) else GoodputLimits.parse(given)
+    if given is None or isinstance(given, GoodputLimits):
+        return given
+    texts = [given] if isinstance(given, str) else list(given)
+    return GoodputLimits.parse(texts) if texts else None
 
 
 def _window(records: Records) -> tuple[int, int]:
@@ -399,7 +402,7 @@ def _warnings(summary: Summary) -> list[str]:
             "not a steady state: a longer run would show higher ones."
         )
     if stability.verdict is Verdict.TOO_SHORT:
-        found.append(f"too short for a verdict: {stability.reason}.")
+        found.append(f"Too short for a verdict: {stability.reason}.")
     if summary.failed:
         found.append(
             f"{summary.failed:,} of {summary.num_prompts:,} requests did not finish ({summary.rejected:,} rejected, "
@@ -415,8 +418,8 @@ def _warnings(summary: Summary) -> list[str]:
     waited_ms, e2el_ms = summary.client_queue_time.mean_ms, summary.e2el.mean_ms
     if waited_ms and e2el_ms and waited_ms > 0.1 * e2el_ms:
         found.append(
-            f"requests waited {waited_ms:,.0f} ms at the client on average before they were sent; as in vllm bench "
-            "serve TTFT and E2EL leave that out (see Client Queue Time)."
+            f"Requests waited {waited_ms / 1000:,.3g} s at the client on average before they were sent; as in vllm "
+            "bench serve TTFT and E2EL leave that out (see Client Queue Time)."
         )
     return found
 

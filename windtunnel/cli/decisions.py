@@ -14,7 +14,9 @@ import typer
 
 
 def decisions(
-    case: Annotated[Path, typer.Argument(help="The case: a JSON file with 'config' and 'requests'.", show_default=False)],
+    case: Annotated[
+        Path, typer.Argument(help="The case: a JSON file with 'config' and 'requests'.", show_default=False)
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the lines to this file instead of stdout.")
     ] = None,
@@ -31,8 +33,9 @@ def decisions(
     """
     from windtunnel.sim.decisions import CaseError, replay
 
-    lines = replay(_read_case(case))
+    content = _read_case(case)
     try:
+        lines = replay(content)
         if output is None:
             for line in lines:
                 sys.stdout.write(_encode(line))

@@ -1,0 +1,56 @@
+"""What a report must say besides the numbers: what was simulated, with which settings, from where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class ResolvedValue(NamedTuple):
+    """One setting as the run used it."""
+
+    section: str
+    key: str
+    value: Any
+    source: str
+    """Where the value comes from: a file and line, a flag, a default of some version, a formula."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportContext:
+    """Names and origins that the records do not hold.  Empty texts and lists are left out of reports."""
+
+    title: str = "Simulated run"
+    model: str = ""
+    gpu: str = ""
+    """Kind and number of GPUs."""
+    engine: str = ""
+    """The engine and the version whose behaviour was simulated, such as ``vLLM 0.32``."""
+    cost_model: str = ""
+    calibrated: bool = False
+    """Whether the cost model was fitted to measurements; if not, every output says *uncalibrated*."""
+    cost: Mapping[str, Any] = field(default_factory=dict)
+    """What the cost model says of itself (``CostModel.describe``)."""
+    resolved: tuple[ResolvedValue, ...] = ()
+    """All settings, in the order in which they are to be shown."""
+    seed: int | None = None
+    version: str = ""
+    """Of windtunnel."""
+    workload: Mapping[str, Any] = field(default_factory=dict)
+    """What was asked: source, number of requests, lengths, rate."""
+    notes: tuple[str, ...] = ()
+    """What was decided on the way (unit of time, rows left out), in sentences."""
+    warnings: tuple[str, ...] = ()
+    """What a reader must know before believing the numbers, besides the summary's own."""
+    labels: tuple[str, ...] | None = None
+    """Names of the requests, by row; None calls them by number."""
+
+    @property
+    def calibration(self) -> str:
+        """``calibrated`` or ``uncalibrated``."""
+        return "calibrated" if self.calibrated else "uncalibrated"
+
+    def label(self, row: int) -> str:
+        """The name of a request."""
+        return f"#{row}" if self.labels is None else self.labels[row]

@@ -1,0 +1,171 @@
+"""The summary as text: the table of ``vllm bench serve``, row by row, and behind it what that does not show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from textwrap import wrap
+
+from windtunnel.reports.context import ReportContext
+from windtunnel.reports.words import NOTHING
+from windtunnel.sim.metrics import LatencyStats, SloResult, Summary, Verdict
+from windtunnel.sim.metrics.summary import percent_word
+
+WIDTH = 50
+LABEL_WIDTH = 40
+
+LATENCY_SECTIONS = (
+    ("ttft", "TTFT", "Time to First Token"),
+    ("tpot", "TPOT", "Time per Output Token (excl. 1st token)"),
+    ("itl", "ITL", "Inter-token Latency"),
+    ("e2el", "E2EL", "End-to-end Latency"),
+)
+CLIENT_SECTIONS = (
+    ("client_queue_time", "Client Queue Time", "Client-side Queueing"),
+    ("e2el_including_client_queue", "E2EL incl. Client Queue", "Queue-inclusive End-to-end Latency"),
+)
+
+
+def render_text(summary: Summary, context: ReportContext | None = None) -> str:
+    """The whole text report, ending in a newline.
+
+    Rows, their order, labels and two decimals are those of ``vllm bench serve`` 0.32, so that what greps one greps
+    the other; then come our own sections, and last of all the warnings.  Where nothing was measured stands a dash.
+    """
+    lines = [*(_header(context) if context else ()), *_bench_block(summary), *_own_sections(summary), "=" * WIDTH]
+    warnings = (*(context.warnings if context else ()), *summary.warnings)
+    for warning in warnings:
+        lines += wrap(f"WARNING: {warning}", 100, subsequent_indent="         ")
+    return "\n".join(lines) + "\n"
+
+
+def _header(context: ReportContext) -> Iterator[str]:
+    what = " on ".join(part for part in (context.model, context.gpu) if part)
+    yield f"{context.title}: {what}" if what else context.title
+    if context.engine:
+        yield f"Engine: {context.engine} (simulated)"
+    if context.cost_model:
+        yield f"Cost model: {context.cost_model}, {context.calibration}{_advice(context)}"
+    origin = [f"seed {context.seed}"] if context.seed is not None else []
+    origin += [f"windtunnel {context.version}"] if context.version else []
+    if origin:
+        yield ", ".join(origin)
+
+
+def _advice(context: ReportContext) -> str:
+    return "" if context.calibrated else " -- absolute times are estimates, not measurements"
+
+
+def _bench_block(summary: Summary) -> Iterator[str]:
+    yield _rule(" Serving Benchmark Result ", "=")
+    yield _row("Successful requests:", summary.completed)
+    yield _row("Failed requests:", summary.failed)
+    if summary.max_concurrency is not None:
+        yield _row("Maximum request concurrency:", summary.max_concurrency)
+    if summary.request_rate is not None:
+        yield _row("Request rate configured (RPS):", summary.request_rate)
+    yield _row("Benchmark duration (s):", summary.duration_s)
+    yield _row("Total input tokens:", summary.total_input_tokens)
+    yield _row("Total generated tokens:", summary.total_output_tokens)
+    yield _row("Request throughput (req/s):", summary.request_throughput)
+    if summary.goodput is not None:
+        yield _row("Request goodput (req/s):", summary.goodput.request_goodput)
+    yield _row("Output token throughput (tok/s):", summary.output_throughput)
+    yield _row("Peak output token throughput (tok/s):", summary.max_output_tokens_per_s)
+    yield _row("Peak concurrent requests:", float(summary.max_concurrent_requests))
+    yield _row("Total token throughput (tok/s):", summary.total_token_throughput)
+    yield from _latencies(summary)
+
+
+def _latencies(summary: Summary) -> Iterator[str]:
+    if not summary.stability.is_steady:
+        yield from _not_steady(summary.stability.verdict)
+    sections = LATENCY_SECTIONS + (CLIENT_SECTIONS if summary.max_concurrency is not None else ())
+    for name, short, title in sections:
+        yield _rule(title, "-")
+        yield from _latency_rows(short, getattr(summary, name))
+
+
+def _not_steady(verdict: Verdict) -> Iterator[str]:
+    yield _rule(verdict.upper().replace("_", " "), "!")
+    yield from wrap("Not a steady state: the latencies below depend on how long this run was.", WIDTH)
+
+
+def _latency_rows(short: str, stats: LatencyStats) -> Iterator[str]:
+    yield _row(f"Mean {short} (ms):", stats.mean_ms)
+    yield _row(f"Median {short} (ms):", stats.median_ms)
+    for percent, value in stats.percentiles_ms:
+        yield _row(f"P{percent_word(percent)} {short} (ms):", value)
+
+
+def _own_sections(summary: Summary) -> Iterator[str]:
+    load, kv, preemption, cache = summary.load, summary.kv, summary.preemption, summary.prefix_cache
+    yield _rule("Scheduler", "-")
+    yield _row("Mean queue time (ms):", summary.queue_time.mean_ms)
+    for percent, value in summary.queue_time.percentiles_ms[-1:]:
+        yield _row(f"P{percent_word(percent)} queue time (ms):", value)
+    yield _row("Steps:", load.num_steps)
+    yield _row("Busy (% of time):", _percent(load.busy_share))
+    yield _row("Mean batch size:", load.batch_size_mean)
+    yield _row("Peak running requests:", load.num_running_peak)
+    yield _row("Mean waiting requests:", load.num_waiting_mean)
+    yield _row("Peak waiting requests:", load.num_waiting_peak)
+    yield _row("Mean requests in flight:", load.in_flight_mean)
+    yield _row("In flight by Little's law:", load.in_flight_by_littles_law)
+    yield _row("Peak requests in flight at one instant:", summary.peak_concurrent_requests)
+    yield _row("Utilisation (rho):", load.utilisation)
+    yield _rule("KV cache", "-")
+    yield _row("Mean KV usage (%):", _percent(kv.usage_mean))
+    yield _row("Peak KV usage (%):", _percent(kv.usage_peak))
+    yield _row("Peak KV usage incl. cached (%):", _percent(kv.cached_usage_peak))
+    yield _row("Preemptions:", preemption.num_preemptions)
+    yield _row("Preempted requests:", preemption.num_preempted_requests)
+    yield _row("Most preemptions of one request:", preemption.max_preemptions_per_request)
+    yield _row("Recomputed prefill tokens:", preemption.recomputed_prefill_tokens)
+    yield _row("Recomputed share of prefill (%):", _percent(preemption.recomputed_share))
+    yield _row("Prefix cache hit rate (%):", _percent(cache.hit_rate))
+    yield _row("Prefix hit rate incl. resumed (%):", _percent(cache.hit_rate_with_resumed))
+    yield from _objectives(summary)
+    yield _rule("Stability", "-")
+    yield _row("Verdict:", summary.stability.verdict.value)
+    yield from wrap(summary.stability.reason, WIDTH)
+
+
+def _objectives(summary: Summary) -> Iterator[str]:
+    if summary.goodput is None and not summary.slo:
+        return
+    yield _rule("Objectives", "-")
+    if summary.goodput is not None:
+        yield _row(f"Good requests (%) [{summary.goodput.limits}]:", _percent(summary.goodput.good_share))
+    for result in summary.slo:
+        yield f"{result.slo.text:<{LABEL_WIDTH - 6}} {'PASS' if result.passed else 'FAIL'}  {measured(result)}"
+
+
+def measured(result: SloResult) -> str:
+    """What was measured for an objective, with its unit and what restricts it."""
+    return f"{measured_value(result)}{f' ({result.note})' if result.note else ''}"
+
+
+def measured_value(result: SloResult) -> str:
+    """What was measured for an objective, with its unit."""
+    value, unit = result.measured, result.slo.unit
+    if value is None:
+        return NOTHING
+    match unit:
+        case "ms":
+            return f"{value:,.2f} ms"
+        case "":
+            return f"{value:,.0f}"
+    return f"{value:,.2f}{unit}"
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _rule(title: str, fill: str) -> str:
+    return f"{title:{fill}^{WIDTH}}"
+
+
+def _row(label: str, value: float | int | str | None) -> str:
+    shown = NOTHING if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{label:<{LABEL_WIDTH}} {shown:<10}".rstrip() if value is None else f"{label:<{LABEL_WIDTH}} {shown:<10}"

@@ -1,0 +1,166 @@
+"""The engine that a scenario asks for: vLLM's defaults by device, the memory plan, the scheduler's knobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from windtunnel.scenarios.errors import ScenarioError
+from windtunnel.scenarios.ledger import Ledger
+from windtunnel.sim.deployment.engine_args import (
+    BLOCK_SIZE,
+    ENGINE_VERSION,
+    GPU_MEMORY_UTILIZATION,
+    engine_defaults,
+)
+from windtunnel.sim.deployment.gpu import GpuSpec
+from windtunnel.sim.deployment.memory import InfeasibleDeployment, KvPool, kv_pool
+from windtunnel.sim.deployment.model import ModelSpec
+from windtunnel.sim.engine.config import SchedulerConfig
+
+VLLM_DEFAULT = f"{ENGINE_VERSION} default"
+_BARE_DEFAULT = f"{ENGINE_VERSION} default without a GPU (bare SchedulerConfig)"
+_BY_DEVICE = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "block_size",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+)
+"""Knobs whose defaults ``engine_defaults`` knows; the others have those of SchedulerConfig."""
+_KEY_OF_FIELD = {"policy": "scheduling_policy"}
+
+
+class Hardware(NamedTuple):
+    """What runs on what; None where nothing depends on it."""
+
+    model: ModelSpec | None
+    gpu: GpuSpec | None
+    tensor_parallel_size: int
+
+
+class _Settings(NamedTuple):
+    """SchedulerConfig's fields but for num_gpu_blocks, and the source of each one's default."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+
+
+def make_engine(ledger: Ledger, hardware: Hardware) -> tuple[SchedulerConfig, KvPool | None]:
+    """The scheduler's config and, where model and GPU are known, the memory plan behind its number of blocks.
+
+    Raises ScenarioError for knobs that contradict each other, InfeasibleDeployment for what vLLM would not start.
+    """
+    settings = _settings(ledger, hardware)
+    if hardware.model is None or hardware.gpu is None:
+        pool, num_blocks = None, _given_blocks(ledger, settings.values)
+        source = "num_gpu_blocks_override"
+    else:
+        pool = _pool(ledger, hardware.model, hardware.gpu, hardware.tensor_parallel_size, settings.values)
+        num_blocks = pool.num_gpu_blocks
+        source = "windtunnel's memory plan, not measured" if pool.source == "formula" else pool.source
+    for key, value in settings.values.items():
+        ledger.note("engine", _KEY_OF_FIELD.get(key, key), value, settings.sources[key])
+    ledger.note("engine", "num_gpu_blocks", num_blocks, source)
+    return _config(ledger, {**settings.values, "num_gpu_blocks": num_blocks}), pool
+
+
+def _settings(ledger: Ledger, hardware: Hardware) -> _Settings:
+    given = ledger.loaded.scenario.engine.model_dump()
+    given["policy"] = given.pop("scheduling_policy")
+    if hardware.gpu is None or (hardware.model is None and given["max_model_len"] is None):
+        return _bare(ledger, hardware.model, given)
+    deployment = ledger.loaded.scenario.deployment
+    context = ledger.pick("deployment", "usage_context", deployment.usage_context, "api_server", VLLM_DEFAULT)
+    defaults = engine_defaults(hardware.gpu, context, model=hardware.model, **{key: given[key] for key in _BY_DEVICE})
+    rest = _of_scheduler_config({key: value for key, value in given.items() if key not in _BY_DEVICE}, VLLM_DEFAULT)
+    by_device = {key: getattr(defaults, key) for key in _BY_DEVICE}
+    return _Settings({**by_device, **rest.values}, {**defaults.sources, **rest.sources})
+
+
+def _of_scheduler_config(given: Mapping[str, Any], source: str) -> _Settings:
+    """What is given, and SchedulerConfig's own defaults for the rest."""
+    default = {item.name: item.default for item in fields(SchedulerConfig)}
+    values = {key: default[key] if value is None else value for key, value in given.items()}
+    return _Settings(values, dict.fromkeys(values, source))
+
+
+def _bare(ledger: Ledger, model: ModelSpec | None, given: Mapping[str, Any]) -> _Settings:
+    """Without a GPU vLLM's defaults by device do not apply; those of its bare SchedulerConfig do."""
+    values, sources = _of_scheduler_config(given, _BARE_DEFAULT)
+    if given["block_size"] is None:
+        values["block_size"] = BLOCK_SIZE
+    num_blocks = ledger.loaded.scenario.deployment.num_gpu_blocks_override
+    if given["max_model_len"] is None and model is not None:
+        values["max_model_len"], sources["max_model_len"] = model.max_model_len, f"longest context of {model.name}"
+    elif given["max_model_len"] is None and num_blocks is not None:
+        values["max_model_len"] = (num_blocks - 1) * values["block_size"]
+        sources["max_model_len"] = "the longest that fits the KV cache, as for vLLM's --max-model-len -1"
+    if given["max_num_batched_tokens"] is None and not values["enable_chunked_prefill"]:
+        values["max_num_batched_tokens"] = max(values["max_num_batched_tokens"], values["max_model_len"])
+        sources["max_num_batched_tokens"] += ", at least max_model_len because chunked prefill is off"
+    if given["max_num_seqs"] is None:
+        values["max_num_seqs"] = min(values["max_num_seqs"], values["max_num_batched_tokens"])
+        sources["max_num_seqs"] += ", at most max_num_batched_tokens"
+    return _Settings(values, sources)
+
+
+def _pool(ledger: Ledger, model: ModelSpec, gpu: GpuSpec, size: int, settings: Mapping[str, Any]) -> KvPool:
+    given = ledger.loaded.scenario.deployment
+    share = ledger.pick(
+        "deployment", "gpu_memory_utilization", given.gpu_memory_utilization, GPU_MEMORY_UTILIZATION, VLLM_DEFAULT
+    )
+    kv_dtype = ledger.pick("deployment", "kv_cache_dtype", given.kv_cache_dtype, "auto", VLLM_DEFAULT)
+    ledger.note("deployment", "num_gpu_blocks_override", given.num_gpu_blocks_override)
+    ledger.note("deployment", "kv_cache_memory_bytes", given.kv_cache_memory_bytes)
+    return ledger.attempt(
+        "deployment",
+        ("tensor_parallel_size", "kv_cache_dtype", "gpu_memory_utilization"),
+        lambda: kv_pool(
+            model,
+            gpu,
+            tensor_parallel_size=size,
+            gpu_memory_utilization=share,
+            kv_cache_dtype=kv_dtype,
+            max_num_batched_tokens=settings["max_num_batched_tokens"],
+            max_num_seqs=settings["max_num_seqs"],
+            max_model_len=settings["max_model_len"],
+            block_size=settings["block_size"],
+            num_gpu_blocks_override=given.num_gpu_blocks_override,
+            kv_cache_memory_bytes=given.kv_cache_memory_bytes,
+        ),
+    )
+
+
+def _given_blocks(ledger: Ledger, settings: Mapping[str, Any]) -> int:
+    """The override, after vLLM's check at start-up, which ``kv_pool`` makes where there is a model."""
+    num_blocks = ledger.loaded.scenario.deployment.num_gpu_blocks_override
+    assert num_blocks is not None, "resolve asks for it where there is no model"
+    ledger.note("deployment", "num_gpu_blocks_override", num_blocks)
+    block_size, max_model_len = settings["block_size"], settings["max_model_len"]
+    if max_model_len > (num_blocks - 1) * block_size:
+        usable = (num_blocks - 1) * block_size
+        raise InfeasibleDeployment(
+            f"max seq len ({max_model_len}) is larger than the maximum number of tokens that can be stored in KV "
+            f"cache ({usable}, {num_blocks:,} blocks less the null block).  Remedy: lower max_model_len to {usable} or "
+            f"less, or raise num_gpu_blocks_override to {-(-max_model_len // block_size) + 1:,}",
+            usable,
+            None,
+        )
+    return num_blocks
+
+
+def _config(ledger: Ledger, settings: dict[str, Any]) -> SchedulerConfig:
+    try:
+        return SchedulerConfig(**settings)
+    except ValueError as error:
+        raise _contradiction(ledger, str(error)) from error
+
+
+def _contradiction(ledger: Ledger, message: str) -> ScenarioError:
+    """The complaint of SchedulerConfig with the source of every knob that it names."""
+    named = [entry for entry in ledger.entries if entry.section == "engine" and entry.key in message]
+    told = ", ".join(f"{entry.key} is from {entry.source}" for entry in named)
+    return ledger.blame(f"{message} ({told})", "engine", *(entry.key for entry in named))

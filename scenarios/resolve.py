@@ -1,0 +1,238 @@
+"""From a scenario to everything a simulation needs: each setting with its value and where that came from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from windtunnel.scenarios.engine import VLLM_DEFAULT, Hardware, make_engine
+from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
+from windtunnel.scenarios.ledger import WINDTUNNEL_DEFAULT, Entry, Ledger
+from windtunnel.scenarios.load import Loaded
+from windtunnel.scenarios.requests import check_lengths, make_workload
+from windtunnel.scenarios.schema import AffineCost, ConstantCost, Cost, ProfileCost, Scenario
+from windtunnel.scenarios.workloads.describe import describe
+from windtunnel.sim.cost import constant
+from windtunnel.sim.cost.profile import load_profile
+from windtunnel.sim.cost.roofline import RooflineCost, RooflineFactors
+from windtunnel.sim.deployment.engine_args import ENGINE_VERSION
+from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu
+from windtunnel.sim.deployment.memory import KvPool
+from windtunnel.sim.deployment.model import ModelSpec, load_model
+from windtunnel.sim.engine.config import SchedulerConfig
+from windtunnel.sim.engine.protocols import CostModel
+from windtunnel.sim.metrics.slo import GoodputLimits, Slo, parse_slos
+from windtunnel.sim.simulate import check_fits
+from windtunnel.sim.workload import Workload
+
+NS_PER_S = 1_000_000_000
+DEFAULT_PERCENTILES = [90.0, 95.0, 99.0]
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as vLLM's --dtype has them
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """All that a simulation needs, and where it came from."""
+
+    scenario: Scenario
+    seed: int
+    model: ModelSpec | None
+    """None where nothing depends on it."""
+    gpu: GpuSpec | None
+    tensor_parallel_size: int
+    kv_pool: KvPool | None
+    """The memory plan; None where the number of blocks was given and no model and GPU with it."""
+    config: SchedulerConfig
+    cost: CostModel
+    workload: Workload
+    slo: tuple[Slo, ...]
+    goodput: GoodputLimits | None
+    percentiles: tuple[float, ...]
+    horizon_ns: int | None
+    measures_saturation: bool
+    entries: tuple[Entry, ...]
+    warnings: tuple[str, ...]
+    """What may make the answer another one than was meant, in sentences for people."""
+    notes: tuple[str, ...]
+    """What was decided on the way, in sentences for people."""
+
+    def describe(self) -> dict[str, Any]:
+        """All of it as plain data, in a fixed order: what a saved run and ``--dry-run --json`` hold."""
+        return {
+            "scenario": {"name": self.scenario.name, "description": self.scenario.description},
+            "seed": self.seed,
+            "hardware": self._hardware(),
+            "engine": ENGINE_VERSION,
+            "workload": {key: value for key, value in describe(self.workload).items() if key != "notes"},
+            "settings": [asdict(entry) for entry in self.entries],
+            "memory": None if self.kv_pool is None else asdict(self.kv_pool),
+            "cost": self.cost.describe(),
+            "objectives": {
+                "slo": [objective.text for objective in self.slo],
+                "goodput": None if self.goodput is None else str(self.goodput),
+                "percentiles": list(self.percentiles),
+            },
+            "metadata": self._metadata(),
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
+        }
+
+    def _hardware(self) -> dict[str, Any]:
+        return {
+            "model": self.model.name if self.model else None,
+            "gpu": self.gpu.name if self.gpu else None,
+            "tensor_parallel_size": self.tensor_parallel_size,
+        }
+
+    def _metadata(self) -> dict[str, Any]:
+        """What the summary says of the run beside its results, under keys of ``vllm bench serve`` where it has one."""
+        return {
+            "model_id": self.model.name if self.model else None,
+            "burstiness": getattr(self.scenario.workload, "burstiness", None),
+            "scenario": self.scenario.name,
+            "seed": self.seed,
+            "cost_model": self.cost.name,
+            "cost_model_calibrated": self.cost.calibrated,
+        }
+
+
+def resolve(loaded: Loaded) -> Resolved:
+    """Fill in every default, read or draw the workload, and check that it can run.
+
+    Raises ScenarioError for settings that contradict each other or lack something; InfeasibleDeployment and
+    RequestTooLarge for what vLLM would not start or never finish; TraceError, ProfileError and ScenarioUnreadable for
+    files; UnsupportedModel.
+    """
+    ledger, scenario = Ledger(loaded), loaded.scenario
+    seed = ledger.pick("scenario", "seed", scenario.seed, 0, WINDTUNNEL_DEFAULT)
+    hardware = _hardware(ledger)
+    config, pool = make_engine(ledger, hardware)
+    cost = _cost(ledger, hardware)
+    slo, goodput = _objectives(ledger)
+    workload = make_workload(ledger, seed)
+    check_lengths(ledger, workload, config.max_model_len)
+    check_fits(workload, config)
+    percentiles = ledger.pick("run", "percentiles", scenario.run.percentiles, DEFAULT_PERCENTILES, WINDTUNNEL_DEFAULT)
+    horizon_ns = _horizon_ns(ledger)
+    measures_saturation = _measures_saturation(ledger, workload)
+    return Resolved(
+        scenario,
+        seed,
+        *hardware,
+        pool,
+        config,
+        cost,
+        workload,
+        slo,
+        goodput,
+        tuple(percentiles),
+        horizon_ns,
+        measures_saturation,
+        ledger.entries,
+        tuple(ledger.warnings),
+        (*ledger.notes, *workload.notes),
+    )
+
+
+def read_workload(loaded: Loaded) -> Workload:
+    """The workload of a scenario alone, as ``resolve`` would read or draw it."""
+    return make_workload(Ledger(loaded), loaded.scenario.seed or 0)
+
+
+def _hardware(ledger: Ledger) -> Hardware:
+    given = ledger.loaded.scenario.deployment
+    model, gpu = _model(ledger), _gpu(ledger)
+    _check_is_complete(ledger, model, gpu)
+    size = ledger.pick("deployment", "tensor_parallel_size", given.tensor_parallel_size, 1, VLLM_DEFAULT)
+    return Hardware(model, gpu, size)
+
+
+def _model(ledger: Ledger) -> ModelSpec | None:
+    given = ledger.loaded.scenario.deployment
+    if given.model is None:
+        return None
+    path = ledger.loaded.path_of("deployment", "model", given.model)
+    name = str(path) if path.exists() else given.model
+    model = ledger.attempt("deployment", "model", lambda: load_model(name))
+    dtype = _DTYPE_ALIASES.get(given.dtype or "auto", given.dtype or "auto")
+    if dtype != "auto":
+        model = ledger.attempt("deployment", "dtype", lambda: replace(model, dtype=dtype))
+    ledger.note("deployment", "model", model.name)
+    ledger.note("deployment", "dtype", model.dtype, "model config")
+    return model
+
+
+def _gpu(ledger: Ledger) -> GpuSpec | None:
+    name = ledger.loaded.scenario.deployment.gpu
+    if name is None:
+        return None
+    gpu = ledger.attempt("deployment", "gpu", lambda: load_gpu(name))
+    ledger.note("deployment", "gpu", gpu.name)
+    return gpu
+
+
+def _check_is_complete(ledger: Ledger, model: ModelSpec | None, gpu: GpuSpec | None) -> None:
+    scenario, reasons = ledger.loaded.scenario, []
+    if scenario.deployment.num_gpu_blocks_override is None:
+        reasons.append("the size of the KV cache follows from it (or give num_gpu_blocks_override)")
+    if scenario.cost.kind == "roofline":
+        reasons.append("so does the time of a step (or give another cost model, such as --cost constant:step_s=10ms)")
+    for key, value in (("model", model), ("gpu", gpu)):
+        if value is None and reasons:
+            advice = f"give --{key} or {key} under [deployment] (windtunnel {key}s lists them)"
+            raise ScenarioError(f"{ledger.loaded.origin}: no {key}: {advice}; {' and '.join(reasons)}")
+
+
+def _cost(ledger: Ledger, hardware: Hardware) -> CostModel:
+    spec = ledger.loaded.scenario.cost
+    for key, value in spec.model_dump(exclude_none=True).items():
+        ledger.note("cost", key, value)
+    return ledger.attempt("cost", tuple(type(spec).model_fields), lambda: _make_cost(ledger, spec, hardware))
+
+
+def _make_cost(ledger: Ledger, spec: Cost, hardware: Hardware) -> CostModel:
+    parameters = spec.model_dump(exclude={"kind"}, exclude_none=True)
+    if isinstance(spec, ConstantCost):
+        return constant.ConstantCost(**parameters)
+    if isinstance(spec, AffineCost):
+        return constant.AffineCost(**parameters)
+    if isinstance(spec, ProfileCost):
+        return _profile(ledger, spec.path)
+    model, gpu, size = hardware
+    assert model is not None, "_check_is_complete asks for it"
+    assert gpu is not None, "_check_is_complete asks for it"
+    kv_dtype = ledger.loaded.scenario.deployment.kv_cache_dtype or "auto"
+    return RooflineCost(model, gpu, size, kv_cache_dtype=kv_dtype, factors=RooflineFactors(**parameters))
+
+
+def _profile(ledger: Ledger, name: str) -> CostModel:
+    path = ledger.loaded.path_of("cost", "path", name)
+    try:
+        return load_profile(path)
+    except OSError as error:
+        raise ScenarioUnreadable(f"cannot read profile {path}: {error.strerror or error}") from error
+
+
+def _objectives(ledger: Ledger) -> tuple[tuple[Slo, ...], GoodputLimits | None]:
+    given = ledger.loaded.scenario.slo
+    ledger.note("slo", "objectives", given.objectives or None)
+    ledger.note("slo", "goodput", given.goodput or None)
+    objectives = ledger.attempt("slo", "objectives", lambda: parse_slos(given.objectives))
+    goodput = ledger.attempt("slo", "goodput", lambda: GoodputLimits.parse(given.goodput)) if given.goodput else None
+    if goodput is None and any(objective.metric == "goodput" for objective in objectives):
+        message = "an objective on goodput needs to know what is good: give goodput limits too, such as ttft:500"
+        raise ledger.blame(message, "slo", "objectives")
+    return objectives, goodput
+
+
+def _horizon_ns(ledger: Ledger) -> int | None:
+    horizon_s = ledger.loaded.scenario.run.horizon
+    ledger.note("run", "horizon", horizon_s)
+    return None if horizon_s is None else max(1, round(horizon_s * NS_PER_S))
+
+
+def _measures_saturation(ledger: Ledger, workload: Workload) -> bool:
+    """By default where there is an offered rate to hold against it: not for closed loops and not for bursts."""
+    is_open = workload.max_concurrency is None and bool((workload.arrival_ns > 0).any())
+    source = f"{WINDTUNNEL_DEFAULT} where requests come at a rate of their own"
+    return ledger.pick("run", "saturation", ledger.loaded.scenario.run.saturation, is_open, source)

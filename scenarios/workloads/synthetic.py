@@ -1,0 +1,359 @@
+"""Workloads made from distributions: independent requests, shared prefixes, conversations of several turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from windtunnel.scenarios.workloads.arrivals import Arrivals, arrivals_from
+from windtunnel.scenarios.workloads.durations import Durations, durations_from
+from windtunnel.scenarios.workloads.errors import BoolArray
+from windtunnel.scenarios.workloads.lengths import Lengths, lengths_from
+from windtunnel.scenarios.workloads.rows import Content
+from windtunnel.scenarios.workloads.specs import build, check_not_negative, check_positive, check_whole, shown
+from windtunnel.sim.rng import stream
+from windtunnel.sim.workload import IntArray, Segment, Workload, workload
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Groups of requests (or conversations) that begin alike; one group is a common system prompt.
+
+    The prefix comes before the prompt that is drawn, as ``--random-prefix-len`` does.
+    """
+
+    num_prefixes: int
+    prefix_tokens: Lengths | int | Mapping[str, Any]
+    """Length of each group's prefix, drawn once a group."""
+    popularity: Literal["uniform", "zipf"] = "uniform"
+    """How often the groups are met: all alike, or the k-th with a weight of 1/k**exponent."""
+    exponent: float = 1.0
+    share: float = 1.0
+    """Share of the requests (or conversations) that have a prefix, in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        check_whole("num_prefixes", self.num_prefixes, 1)
+        lengths_from(self.prefix_tokens, "prefix_tokens")
+        if self.popularity not in ("uniform", "zipf"):
+            raise ValueError(f'popularity must be "uniform" or "zipf", got {self.popularity!r}')
+        check_positive("exponent", self.exponent)
+        check_not_negative("share", self.share)
+        if self.share > 1:
+            raise ValueError(f"share must be at most 1, got {self.share}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Conversations: every turn's prompt is all that was said before, and what the user adds.
+
+    A turn follows the answer to the one before after a think time.  Arrivals are those of first turns; ``prompt`` and
+    ``output`` of the workload are what one turn adds; a common system prompt is ``Prefixes(1, tokens)``.
+    """
+
+    turns: Lengths | int | Mapping[str, Any]
+    """Turns of a conversation."""
+    think: Durations | float | Mapping[str, Any] = 0.0
+    """Pause between an answer and the next turn, in seconds."""
+    num_sessions: int | None = None
+    """How many conversations; None: as many as give ``num_requests`` turns, the last one cut short."""
+    max_context_tokens: int | None = None
+    """A conversation ends before the turn whose prompt and answer would exceed this (the model's context)."""
+
+    def __post_init__(self) -> None:
+        lengths_from(self.turns, "turns")
+        durations_from(self.think, "think")
+        if self.num_sessions is not None:
+            check_whole("num_sessions", self.num_sessions, 1)
+        if self.max_context_tokens is not None:
+            check_whole("max_context_tokens", self.max_context_tokens, 1)
+
+
+def prefixes_from(spec: Mapping[str, Any], what: str = "prefixes") -> Prefixes:
+    """Prefixes from a dict with its fields as keys.  Raises ValueError that begins with ``what``."""
+    return build({"kind": "prefixes", **spec}, {"prefixes": Prefixes}, tag="kind", what=what)
+
+
+def sessions_from(spec: Mapping[str, Any], what: str = "sessions") -> Sessions:
+    """Sessions from a dict with its fields as keys.  Raises ValueError that begins with ``what``."""
+    return build({"kind": "sessions", **spec}, {"sessions": Sessions}, tag="kind", what=what)
+
+
+def synthetic_workload(
+    num_requests: int | None,
+    arrivals: Arrivals | float | Mapping[str, Any],
+    prompt: Lengths | int | Mapping[str, Any],
+    output: Lengths | int | Mapping[str, Any],
+    *,
+    seed: int,
+    prefixes: Prefixes | Mapping[str, Any] | None = None,
+    sessions: Sessions | Mapping[str, Any] | None = None,
+    max_concurrency: int | None = None,
+    max_tokens: int | None = None,
+    priorities: Mapping[int, float] | None = None,
+) -> Workload:
+    """Requests drawn from distributions; the same seed gives the same requests.
+
+    Each quantity has its own random stream ("workload" and "arrivals", "prompt", "output", "prefix", …), so changing
+    one leaves the others as they are.  ``num_requests`` counts turns where there are sessions, and is None where those
+    have a number of their own.  ``max_tokens`` is declared by every request and cuts longer answers; None declares
+    the true length.  ``priorities`` maps a priority to its weight (of a request, or of a whole conversation).
+
+    Raises ValueError for a description that is none or a value out of range.
+    """
+    spec = _Spec(
+        arrivals_from(arrivals),
+        lengths_from(prompt, "prompt"),
+        lengths_from(output, "output"),
+        prefixes_from(prefixes) if isinstance(prefixes, Mapping) else prefixes,
+        max_tokens,
+        seed,
+    )
+    if max_tokens is not None:
+        check_whole("max_tokens", max_tokens, 1)
+    talks = sessions_from(sessions) if isinstance(sessions, Mapping) else sessions
+    turns = _independent(spec, num_requests) if talks is None else _conversations(spec, talks, num_requests)
+    first = turns.previous < 0
+    conversation = np.cumsum(first) - 1
+    num_conversations = int(first.sum())
+    arrival_ns = np.where(first, spec.arrivals.sample_ns(spec.rng("arrivals"), num_conversations)[conversation], -1)
+    return workload(
+        arrival_ns,
+        turns.prompt,
+        turns.output,
+        max_tokens=None if max_tokens is None else np.full(len(turns.output), max_tokens, np.int64),
+        priority=_priorities(spec, priorities, num_conversations)[conversation],
+        previous=turns.previous,
+        think_ns=turns.think_ns,
+        content=turns.content,
+        num_streams=turns.num_streams,
+        max_concurrency=max_concurrency,
+        source="synthetic",
+        notes=(*_notes(spec, talks, seed), *turns.notes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    arrivals: Arrivals
+    prompt: Lengths
+    output: Lengths
+    prefixes: Prefixes | None
+    max_tokens: int | None
+    seed: int
+
+    def rng(self, name: str) -> np.random.Generator:
+        return stream(self.seed, "workload", name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    prompt: IntArray
+    output: IntArray
+    previous: IntArray
+    think_ns: IntArray
+    content: Content | None
+    num_streams: int
+    notes: tuple[str, ...] = ()
+
+
+def _independent(spec: _Spec, num_requests: int | None) -> _Turns:
+    check_whole("num_requests", num_requests, 1)
+    assert num_requests is not None
+    prompt = spec.prompt.sample(spec.rng("prompt"), num_requests)
+    output, cut = _outputs(spec, spec.rng("output"), num_requests)
+    nothing = np.zeros(num_requests, np.int64)
+    previous = np.full(num_requests, -1, np.int64)
+    notes = _cut_note(spec, int(cut.sum()))
+    if spec.prefixes is None:
+        return _Turns(prompt, output, previous, nothing, None, 0, notes)
+    groups = _groups(spec, spec.prefixes, spec.rng("prefix"), num_requests)
+    content = tuple(map(groups.prefixes.__getitem__, groups.of.tolist()))
+    num_prefixes = spec.prefixes.num_prefixes
+    return _Turns(prompt + groups.tokens[groups.of], output, previous, nothing, content, num_prefixes, notes)
+
+
+def _outputs(spec: _Spec, rng: np.random.Generator, n: int) -> tuple[IntArray, BoolArray]:
+    """Answer lengths, and which of them max_tokens has cut."""
+    output = spec.output.sample(rng, n)
+    if spec.max_tokens is None:
+        return output, np.zeros(n, np.bool_)
+    return np.minimum(output, spec.max_tokens), output > spec.max_tokens
+
+
+def _cut_note(spec: _Spec, num_cut: int) -> tuple[str, ...]:
+    return (f"{num_cut:,} answers cut to max_tokens = {spec.max_tokens:,}.",) if num_cut else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    of: IntArray
+    """Group of each request or conversation; the last one is that without a prefix."""
+    tokens: IntArray
+    """Prefix tokens of each group."""
+    prefixes: list[tuple[Segment, ...]]
+    """Content of each group."""
+
+
+def _groups(spec: _Spec, prefixes: Prefixes, rng: np.random.Generator, n: int) -> _Groups:
+    num = prefixes.num_prefixes
+    tokens = lengths_from(prefixes.prefix_tokens).sample(spec.rng("prefix_tokens"), num)
+    weights = np.ones(num) if prefixes.popularity == "uniform" else np.arange(1.0, num + 1) ** -prefixes.exponent
+    bounds = np.cumsum(weights) / weights.sum()
+    of = np.minimum(np.searchsorted(bounds, rng.random(n), side="right"), num - 1)
+    of = np.where(rng.random(n) < prefixes.share, of, num)
+    contents: list[tuple[Segment, ...]] = [((group, length),) for group, length in enumerate(tokens.tolist())]
+    return _Groups(of, np.append(tokens, 0), [*contents, ()])
+
+
+def _conversations(spec: _Spec, sessions: Sessions, num_requests: int | None) -> _Turns:
+    if (num_requests is None) == (sessions.num_sessions is None):
+        raise ValueError(
+            f"give either num_requests or num_sessions, got {num_requests!r} and {sessions.num_sessions!r}"
+        )
+    if num_requests is not None:
+        check_whole("num_requests", num_requests, 1)
+    draws = _Draws(spec, sessions)
+    batches: list[_Batch] = []
+    missing = num_requests
+    while missing is None or missing > 0:
+        batch = draws.batch(sessions.num_sessions if missing is None else missing, missing)
+        batches.append(batch)
+        if missing is None:
+            break
+        missing -= len(batch.prompt)
+    return _joined(spec, batches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Turns of some conversations, those of one conversation in a row."""
+
+    session: IntArray
+    group: IntArray
+    prompt: IntArray
+    output: IntArray
+    think_ns: IntArray
+    prefixes: list[tuple[Segment, ...]]
+    num_answers_cut: int
+    num_ended_early: int
+    num_too_long: int
+
+
+class _Draws:
+    """The random streams of conversations, from which batch after batch is drawn."""
+
+    def __init__(self, spec: _Spec, sessions: Sessions) -> None:
+        self._spec = spec
+        self._sessions = sessions
+        self._turns = spec.rng("turns")
+        self._prompt = spec.rng("prompt")
+        self._output = spec.rng("output")
+        self._think = spec.rng("think")
+        self._prefix = spec.rng("prefix")
+
+    def batch(self, num_sessions: int | None, enough_turns: int | None) -> _Batch:
+        """``num_sessions`` conversations, or as many as have ``enough_turns`` turns and no more turns than those."""
+        assert num_sessions is not None
+        turns = lengths_from(self._sessions.turns).sample(self._turns, num_sessions)
+        if enough_turns is not None:
+            turns = turns[: int(np.searchsorted(np.cumsum(turns), enough_turns)) + 1]
+        groups = self._groups(len(turns))
+        session = np.repeat(np.arange(len(turns)), turns)
+        added = self._spec.prompt.sample(self._prompt, len(session))
+        output, cut = _outputs(self._spec, self._output, len(session))
+        think_ns = durations_from(self._sessions.think).sample_ns(self._think, len(session))
+        first = np.cumsum(turns) - turns
+        before = _sum_before(added + output, session, first)
+        prompt = groups.tokens[groups.of][session] + before + added
+        fits = self._fits(prompt + output)
+        num_too_long = int((~fits[first]).sum())
+        if num_too_long == len(turns):
+            raise ValueError(
+                f"no first turn fits max_context_tokens = {self._sessions.max_context_tokens}: raise it or shorten "
+                "prompt, output or prefix"
+            )
+        num_ended_early = len(np.unique(session[~fits])) - num_too_long
+        kept = np.flatnonzero(fits)[:enough_turns]
+        return _Batch(
+            session[kept],
+            groups.of[session[kept]],
+            prompt[kept],
+            output[kept],
+            think_ns[kept],
+            groups.prefixes,
+            int(cut[kept].sum()),
+            num_ended_early,
+            num_too_long,
+        )
+
+    def _groups(self, num_sessions: int) -> _Groups:
+        if self._spec.prefixes is None:
+            return _Groups(np.zeros(num_sessions, np.int64), np.zeros(1, np.int64), [()])
+        return _groups(self._spec, self._spec.prefixes, self._prefix, num_sessions)
+
+    def _fits(self, context: IntArray) -> BoolArray:
+        limit = self._sessions.max_context_tokens
+        return np.ones(len(context), np.bool_) if limit is None else context <= limit
+
+
+def _sum_before(values: IntArray, session: IntArray, first: IntArray) -> IntArray:
+    """For each turn the sum over the earlier turns of its conversation."""
+    before = np.cumsum(values) - values
+    return before - before[first][session]
+
+
+def _joined(spec: _Spec, batches: list[_Batch]) -> _Turns:
+    starts = np.cumsum([0, *(int(batch.session[-1]) + 1 for batch in batches)])
+    session = np.concatenate([batch.session + start for batch, start in zip(batches, starts[:-1], strict=True)])
+    prompt = np.concatenate([batch.prompt for batch in batches])
+    output = np.concatenate([batch.output for batch in batches])
+    think_ns = np.concatenate([batch.think_ns for batch in batches])
+    group = np.concatenate([batch.group for batch in batches])
+    begins = np.ones(len(session), np.bool_)
+    begins[1:] = session[1:] != session[:-1]
+    previous = np.where(begins, -1, np.arange(len(session)) - 1)
+    num_prefixes = 0 if spec.prefixes is None else spec.prefixes.num_prefixes
+    streams = num_prefixes + np.cumsum(begins) - 1
+    prefixes = batches[0].prefixes
+    content = tuple(
+        (*prefixes[g], (own, end))
+        for g, own, end in zip(group.tolist(), streams.tolist(), (prompt + output).tolist(), strict=True)
+    )
+    notes = _session_notes(spec, batches, int(begins.sum()), len(session))
+    return _Turns(prompt, output, previous, np.where(begins, 0, think_ns), content, int(streams[-1]) + 1, notes)
+
+
+def _session_notes(spec: _Spec, batches: list[_Batch], num_sessions: int, num_turns: int) -> tuple[str, ...]:
+    ended = sum(batch.num_ended_early for batch in batches)
+    refused = sum(batch.num_too_long for batch in batches)
+    notes = [f"{num_sessions:,} conversations with {num_turns:,} turns."]
+    if ended:
+        notes.append(f"{ended:,} conversations ended early at max_context_tokens.")
+    if refused:
+        notes.append(f"{refused:,} conversations left out: their first turn exceeds max_context_tokens.")
+    return (*notes, *_cut_note(spec, sum(batch.num_answers_cut for batch in batches)))
+
+
+def _priorities(spec: _Spec, priorities: Mapping[int, float] | None, n: int) -> IntArray:
+    if not priorities:
+        return np.zeros(n, np.int64)
+    for priority, weight in priorities.items():
+        check_not_negative(f"weight of priority {priority}", weight)
+    levels, weights = np.array(list(priorities), np.int64), np.array(list(priorities.values()), np.float64)
+    if not weights.sum() > 0:
+        raise ValueError(f"the weights of priorities must not all be 0, got {dict(priorities)}")
+    bounds = np.cumsum(weights) / weights.sum()
+    drawn = np.searchsorted(bounds, spec.rng("priority").random(n), side="right")
+    return levels[np.minimum(drawn, len(levels) - 1)]
+
+
+def _notes(spec: _Spec, sessions: Sessions | None, seed: int) -> tuple[str, ...]:
+    parts = [f"arrivals {shown(spec.arrivals)}", f"prompt {shown(spec.prompt)}", f"output {shown(spec.output)}"]
+    if spec.prefixes is not None:
+        parts.append(shown(spec.prefixes))
+    if sessions is not None:
+        parts.append(shown(sessions))
+    return (f"Drawn with seed {seed}: {'; '.join(parts)}.",)

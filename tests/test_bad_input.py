@@ -1,0 +1,253 @@
+"""Bad input, through the command line: one clear error, the right exit code, nothing half-written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from windtunnel.cli.main import main
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+GOOD_ROW = "2023-11-16 18:15:46.6805900,374,44\n"
+SCENARIO = """\
+name = "bad"
+[deployment]
+num_gpu_blocks_override = 100
+[engine]
+max_num_seqs = 8
+max_num_batched_tokens = 512
+max_model_len = 1024
+[workload]
+num_requests = 5
+input = 100
+output = 10
+request_rate = 5
+[cost]
+kind = "constant"
+step_s = "10ms"
+"""
+HARDWARE = ["--model", "llama-3.1-8b", "--gpu", "h100"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WINDTUNNEL_DEBUG", raising=False)
+    Path("scenario.toml").write_text(SCENARIO)
+    return tmp_path
+
+
+class Refusal:
+    """Runs a command that must fail, and what it said."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, str]:
+        before = snapshot()
+        code = main([str(argument) for argument in arguments])
+        captured = self.capsys.readouterr()
+        assert captured.out == "", "results only where there are results"
+        assert captured.err.startswith("error: ")
+        assert captured.err.count("error: ") == 1
+        assert "Traceback" not in captured.err
+        assert "bug in windtunnel" not in captured.err
+        assert snapshot() == before, "nothing may be half-written"
+        return code, captured.err.removeprefix("error: ").rstrip("\n")
+
+
+def snapshot() -> dict[str, bytes]:
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in sorted(Path().rglob("*"))}
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refusal:
+    return Refusal(capsys)
+
+
+def trace(text: str) -> list[str]:
+    Path("trace.csv").write_text(text)
+    return ["simulate", "scenario.toml", "--trace", "trace.csv", "-o", "run"]
+
+
+def test_a_missing_trace(refused: Refusal) -> None:
+    code, message = refused("simulate", "scenario.toml", "--trace", "nowhere.csv", "-o", "run")
+    assert (code, message) == (3, "cannot read trace nowhere.csv: No such file or directory")
+
+
+def test_a_missing_scenario(refused: Refusal) -> None:
+    code, message = refused("simulate", "nowhere.toml", "-o", "run")
+    assert code == 3
+    assert message.startswith("no scenario file nowhere.toml")
+
+
+@pytest.mark.parametrize("command", [["workload", "nowhere.csv"], ["decisions", "nowhere.json"], ["report", "nowhere"]])
+def test_a_missing_file_of_other_commands(refused: Refusal, command: list[str]) -> None:
+    code, message = refused(*command)
+    assert code == 3
+    assert "nowhere" in message
+
+
+def test_a_wrong_column(refused: Refusal) -> None:
+    code, message = refused(*trace("TIMESTAMP,ContextTokens,OutputTokens\n" + GOOD_ROW))
+    assert code == 3
+    assert message.startswith("trace.csv:1: there is no column 'GeneratedTokens'")
+
+
+def test_negative_tokens(refused: Refusal) -> None:
+    code, message = refused(*trace(HEADER + GOOD_ROW + "2023-11-16 18:15:50.0,-374,44\n"))
+    assert code == 3
+    assert message.startswith("trace.csv:3: ")
+    assert "-374" in message
+
+
+def test_an_unknown_key(refused: Refusal) -> None:
+    Path("scenario.toml").write_text(SCENARIO.replace("max_num_seqs", "max_num_seq"))
+    code, message = refused("simulate", "scenario.toml", "-o", "run")
+    assert code == 2
+    assert message == "scenario.toml:5: unknown key 'max_num_seq' in [engine]; did you mean 'max_num_seqs'?"
+
+
+def test_prompts_that_are_all_longer_than_max_model_len(refused: Refusal) -> None:
+    code, message = refused("simulate", "scenario.toml", "--input-len", "2000", "-o", "run")
+    assert code == 2
+    assert message.startswith("scenario.toml:7: all 5 prompts have max_model_len (1,024) tokens or more")
+    assert "raise max_model_len above 2,000" in message
+
+
+def test_a_prompt_of_a_trace_that_is_longer_than_max_model_len_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main([*trace(HEADER + GOOD_ROW + "2023-11-16 18:15:50.0,2000,44\n" + "2023-11-16 18:15:51.0,1000,44\n"), "-q"])
+        == 0
+    )
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2
+    assert "1 of 3 prompts have max_model_len (1,024) tokens or more and are rejected" in warnings[0]
+    assert "1 of 3 requests reach max_model_len (1,024) before their output ends" in warnings[1]
+    assert "(longest: 1,044)" in warnings[1]
+
+
+def test_a_budget_below_max_num_seqs(refused: Refusal) -> None:
+    code, message = refused("simulate", "scenario.toml", "--max-num-batched-tokens", "4", "-o", "run")
+    assert code == 2
+    assert "max_num_batched_tokens (4) must be at least max_num_seqs (8)" in message
+    assert "max_num_batched_tokens is from --max-num-batched-tokens" in message
+    assert "max_num_seqs is from scenario.toml:5" in message
+
+
+def test_a_request_that_is_larger_than_the_kv_pool(refused: Refusal) -> None:
+    code, message = refused("simulate", "scenario.toml", "--num-gpu-blocks-override", "50", "-o", "run")
+    assert code == 4
+    assert "max seq len (1024) is larger than the maximum number of tokens that can be stored in KV cache" in message
+    assert "lower max_model_len to 784 or less, or raise num_gpu_blocks_override to 65" in message
+
+
+def test_a_model_that_does_not_fit_its_gpu(refused: Refusal) -> None:
+    code, message = refused("simulate", "chat-8b-h100", "--gpu", "l4", "-o", "run")
+    assert code == 4
+    assert "max_model_len" in message
+
+
+def test_an_slo_that_cannot_be_read(refused: Refusal) -> None:
+    code, message = refused("simulate", "scenario.toml", "--slo", "ttft:p99<<500ms", "-o", "run")
+    assert code == 2
+    assert message.startswith("--slo: cannot read objective 'ttft:p99<<500ms'")
+    assert "Examples: ttft:p99<500ms" in message
+
+
+def test_an_empty_trace(refused: Refusal) -> None:
+    for text in ("", HEADER):
+        code, message = refused(*trace(text))
+        assert code == 3
+        assert message.startswith("trace.csv")
+
+
+def test_a_window_without_requests(refused: Refusal) -> None:
+    code, message = refused(*trace(HEADER + GOOD_ROW), "--start", "1h")
+    assert code == 3
+    assert "no request comes in the window" in message
+
+
+def test_an_output_that_cannot_be_written_is_known_before_the_simulation(
+    refused: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windtunnel.api.execute", lambda *_, **__: pytest.fail("it was simulated"))
+    Path("full").mkdir()
+    Path("full/thesis.tex").write_text("mine")
+    for arguments, words in (
+        (["-o", "scenario.toml"], "it is a file; name a folder"),
+        (["-o", "scenario.toml/run"], "scenario.toml is a file, not a folder"),
+        (["-o", "full"], "not empty and holds no earlier run"),
+        (["--html", "nowhere/report.html"], "there is no folder"),
+        (["--html", "full"], "it is a folder; name a file"),
+    ):
+        code, message = refused("simulate", "scenario.toml", *arguments)
+        assert code == 2
+        assert words in message
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(refused: Refusal) -> None:
+    Path("locked").mkdir(mode=0o500)
+    code, message = refused("simulate", "scenario.toml", "-o", "locked/run")
+    assert code == 2
+    assert "Permission denied" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", "h1000"], "--gpu: unknown GPU 'h1000'; nearest: H100"),
+        (["--model", "llama-3.1-9b"], "--model: "),
+        (["--block-size", "0"], "--block-size: block_size = '0' in [engine] must be at least 1"),
+        (["--max-model-len", "8q"], "must be a whole number such as 8192, 16k (16,000) or 16K (16,384)"),
+        (["--cost", "constant"], "--cost: missing 'step_s' in [cost]"),
+        (["--cost", "constant:step_s=0"], "--cost: step_s = 0 in [cost] must be above 0"),
+        (["--goodput", "itl:5"], "--goodput: cannot read objective"),
+        (["--slo", "goodput>=99%"], "--slo: an objective on goodput needs to know what is good"),
+        (["--input-len", "lognormal:mean=5"], "--input-len: input: give either sigma or std"),
+        (["--input-len", "lognormal:mean=5,sigm=1"], "--input-len: input: lognormal has no 'sigm'"),
+        (["--request-rate", "0"], "--request-rate: request_rate = '0' in [workload] must be a number of requests"),
+        (["--rate-scale", "2"], "--rate-scale: unknown key 'rate_scale' in [workload]; it needs a trace"),
+        (["--trace", "scenario.toml", "--num-prompts", "5"], "a trace brings its own lengths and arrivals"),
+        (["--horizon", "-5"], "--horizon: horizon = '-5' in [run] must be a duration"),
+        (["--scheduling-policy", "lifo"], "must be one of 'fcfs' or 'priority'"),
+        (["--long-prefill-token-threshold", "2000"], "must not exceed max_model_len (1024)"),
+        (["--no-enable-chunked-prefill"], "without chunked prefill max_num_batched_tokens (512) must be at least"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_its_value_and_what_is_allowed(
+    refused: Refusal, arguments: list[str], words: str
+) -> None:
+    code, message = refused("simulate", "scenario.toml", *arguments)
+    assert code == 2
+    assert words in message
+
+
+def test_flags_that_do_not_make_a_scenario(refused: Refusal) -> None:
+    code, message = refused("simulate", "--input-len", "10", "--output-len", "10", "--gpu", "h100")
+    assert code == 2
+    assert "no model: give --model" in message
+    code, message = refused("simulate", *HARDWARE)
+    assert code == 2
+    assert "missing 'workload'" in message
+
+
+def test_a_profile_or_case_that_is_none(refused: Refusal) -> None:
+    Path("bad.json").write_text('{"schema_version": 1}')
+    code, message = refused("simulate", "scenario.toml", "--cost", "profile:path=bad.json")
+    assert code == 3
+    assert message.startswith("bad.json: the profile lacks kind")
+    code, message = refused("decisions", "bad.json")
+    assert code == 3
+    assert "config" in message
+
+
+def test_a_folder_that_holds_no_run(refused: Refusal) -> None:
+    Path("empty").mkdir()
+    for command in (["report", "empty", "--html", "a.html"], ["trace", "empty", "-o", "a.json"]):
+        code, message = refused(*command)
+        assert code == 3
+        assert "no run in empty" in message

@@ -1,0 +1,246 @@
+"""Simulations from Python: ``simulate`` a scenario, look at the ``Run``, save it and load it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windtunnel import __version__
+from windtunnel.rundir import SavedRun, read_run, replica_columns, write_run
+from windtunnel.sim.records import Records, table_columns
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from windtunnel.reports.context import ReportContext
+    from windtunnel.reports.perfetto import TraceStats
+    from windtunnel.scenarios.resolve import Resolved
+    from windtunnel.scenarios.schema import Scenario
+    from windtunnel.sim.metrics import Summary
+    from windtunnel.sim.workload import Workload
+
+NS_PER_S = 1_000_000_000
+Progress = Callable[[int, int], None]
+
+
+def simulate(
+    scenario: str | Path | Mapping[str, Any] | Scenario | None = None,
+    *,
+    seed: int | None = None,
+    progress: Progress | None = None,
+    **overrides: Any,
+) -> Run:
+    """Simulate a scenario and return what happened.
+
+    ``scenario`` is a path, the name of a bundled scenario, a dict with the sections of a scenario file, or None when
+    ``overrides`` say it all.  ``overrides`` are keys of the scenario file (``max_num_seqs=64``, ``trace="a.csv"``) or
+    whole sections (``cost={"kind": "constant", "step_s": "10ms"}``, ``slo={"objectives": ["ttft:p99<500ms"]}``); they
+    win over the file.  ``progress(done, total)`` is called now and then with the number of finished requests.
+
+    The same scenario and seed give the same run, to the nanosecond.
+
+    Raises ScenarioError, TraceError, InfeasibleDeployment or RequestTooLarge as ``scenarios.resolve.resolve`` does.
+
+    >>> run = simulate("chat-8b-h100", seed=1, max_num_seqs=64)  # doctest: +SKIP
+    >>> run.requests.ttft_s.quantile(0.99)  # doctest: +SKIP
+    """
+    from windtunnel.scenarios.load import Override, load_scenario
+    from windtunnel.scenarios.resolve import resolve
+
+    given = {"seed": seed, **overrides}
+    loaded = load_scenario(
+        scenario, {key: Override(value, f"{key}=") for key, value in given.items() if value is not None}
+    )
+    return execute(resolve(loaded), progress=progress)
+
+
+def execute(resolved: Resolved, *, progress: Progress | None = None) -> Run:
+    """Run a resolved scenario; what ``simulate`` does once every setting is known."""
+    from windtunnel.scenarios.saturation import saturation_request_throughput
+    from windtunnel.sim.simulate import run
+
+    workload, config, cost = resolved.workload, resolved.config, resolved.cost
+    records = run(workload, config, cost, horizon_ns=resolved.horizon_ns, progress=progress)
+    saturation = saturation_request_throughput(workload, config, cost) if resolved.measures_saturation else None
+    return Run(records, workload, {"windtunnel_version": __version__, **resolved.describe()}, saturation)
+
+
+def load_run(folder: str | Path) -> Run:
+    """The run that ``Run.save`` or ``windtunnel simulate -o`` wrote into this folder.
+
+    Raises RunUnreadable if it holds no run or a damaged one.
+    """
+    saved = read_run(Path(folder))
+    saturation = saved.resolved.pop("saturation_request_throughput", None)
+    return Run(saved.records, saved.workload, saved.resolved, saturation)
+
+
+class Run:
+    """What a simulation left behind: the records, and tables, summary and reports made from them."""
+
+    def __init__(
+        self,
+        records: Records,
+        workload: Workload,
+        resolved: dict[str, Any],
+        saturation_request_throughput: float | None = None,
+    ) -> None:
+        self.records = records
+        """Everything that was measured, in whole nanoseconds."""
+        self.workload = workload
+        self.resolved = resolved
+        """Every setting with its source, the seed and the version, as plain data."""
+        self.saturation_request_throughput = saturation_request_throughput
+        """Requests per second that the engine can do at most; None if that was not measured."""
+
+    @cached_property
+    def statistics(self) -> Summary:
+        """The summary as an object, with more in it than ``summary``."""
+        from windtunnel.sim.metrics import summarize
+
+        asked = self.resolved["objectives"]
+        return summarize(
+            self.records,
+            self.workload,
+            slo=asked["slo"] or None,
+            goodput=asked["goodput"],
+            saturation_request_throughput=self.saturation_request_throughput,
+            percentiles=asked["percentiles"],
+        )
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The summary under the keys of ``vllm bench serve``'s result, then ours."""
+        return self.statistics.to_dict(metadata=self.resolved["metadata"])
+
+    @property
+    def slo_passed(self) -> bool | None:
+        """Whether every objective was kept; None if none was set."""
+        return self.statistics.slo_passed
+
+    @cached_property
+    def requests(self) -> pd.DataFrame:
+        """One row a request: its columns in nanoseconds, and four latencies in seconds (``ttft_s``, ``tpot_s``, …).
+
+        NaN where the request did not get so far; ``tpot_s`` is NaN for a single output token, which has none.
+        """
+        frame = _frame({**table_columns(self.records.requests), **request_seconds(self.records)})
+        labels = self.workload.labels
+        return frame if labels is None else frame.assign(label=[labels[row] for row in frame.request.tolist()])
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """One row a step."""
+        return _frame(replica_columns(self.records, "steps"))
+
+    @cached_property
+    def spans(self) -> pd.DataFrame:
+        """Runs of tokens: one token at the end of each of ``count`` steps from ``first_step`` on."""
+        return _frame(replica_columns(self.records, "spans"))
+
+    @cached_property
+    def preemptions(self) -> pd.DataFrame:
+        """One row a preemption."""
+        return _frame(replica_columns(self.records, "preemptions"))
+
+    def save(self, folder: str | Path, *, force: bool = False) -> None:
+        """Write the run into a folder that ``load_run`` and ``windtunnel report`` read.
+
+        An earlier run there is replaced; ``force`` writes into a folder that holds other things, too.  Raises
+        OutputError if it cannot be written.
+        """
+        resolved = {**self.resolved, "saturation_request_throughput": self.saturation_request_throughput}
+        write_run(Path(folder), SavedRun(self.workload, self.records, self.summary, resolved), force=force)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Run:
+        """As ``load_run``."""
+        return load_run(folder)
+
+    @cached_property
+    def context(self) -> ReportContext:
+        """What reports say besides the numbers: what was simulated, with which settings, from where."""
+        from windtunnel.reports.context import ReportContext, ResolvedValue
+
+        told, hardware = self.resolved, self.resolved["hardware"]
+        return ReportContext(
+            title=told["scenario"]["name"],
+            model=hardware["model"] or "",
+            gpu=f"{hardware['tensor_parallel_size']} x {hardware['gpu']}" if hardware["gpu"] else "",
+            engine=told["engine"],
+            cost_model=told["metadata"]["cost_model"],
+            calibrated=told["metadata"]["cost_model_calibrated"],
+            cost=told["cost"],
+            resolved=tuple(ResolvedValue(**entry) for entry in told["settings"]),
+            seed=told["seed"],
+            version=told["windtunnel_version"],
+            workload=told["workload"],
+            notes=tuple(told["notes"]),
+            warnings=tuple(told["warnings"]),
+            labels=self.workload.labels,
+        )
+
+    def text(self) -> str:
+        """The summary as a table: that of ``vllm bench serve``, row by row, then what that does not show."""
+        from windtunnel.reports.text import render_text
+
+        return render_text(self.statistics, self.context)
+
+    def markdown(self) -> str:
+        """The summary as Markdown, for issues and pull requests."""
+        from windtunnel.markdown import render_markdown
+
+        return render_markdown(self.records, self.statistics, self.context)
+
+    def report(self, path: str | Path) -> None:
+        """Write one HTML file that shows what happened; it needs nothing else and works offline.
+
+        Raises OSError if it cannot be written.
+        """
+        from windtunnel.reports.html import write_html
+
+        write_html(path, self.records, self.statistics, self.context)
+
+    def trace(
+        self, path: str | Path, *, start_s: float = 0.0, end_s: float | None = None, limit: int | None = None
+    ) -> TraceStats:
+        """Write the run, or a part of it, as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+        ``limit`` is the largest number of steps and of requests; the answer says what was left out.  Raises ValueError
+        for a part that is empty, OSError if the file cannot be written.
+        """
+        from windtunnel.reports.perfetto import write_trace
+
+        return write_trace(path, self.records, self.context, start_s=start_s, end_s=end_s, limit=limit)
+
+    def __repr__(self) -> str:
+        name = self.resolved["scenario"]["name"]
+        return f"<Run {name}: {self.statistics.completed:,} of {len(self.records.requests):,} requests finished>"
+
+
+def request_seconds(records: Records) -> dict[str, Any]:
+    """Latencies of each request in seconds, defined as by ``vllm bench serve``; NaN where there is none."""
+    import numpy as np
+
+    table = records.requests
+
+    def since(end_ns: Any, start_ns: Any) -> Any:
+        return np.where((end_ns >= 0) & (start_ns >= 0), (end_ns - start_ns) / NS_PER_S, np.nan)
+
+    finished = np.where(table.outcome == 0, table.finish_ns, -1)
+    gaps = np.maximum(table.num_output_tokens - 1, 1)
+    has_gaps = table.num_output_tokens > 1
+    return {
+        "ttft_s": since(table.first_token_ns, table.arrival_ns),
+        "tpot_s": np.where(has_gaps, since(finished, table.first_token_ns) / gaps, np.nan),
+        "e2el_s": since(finished, table.arrival_ns),
+        "queue_s": since(table.scheduled_ns, table.arrival_ns),
+    }
+
+
+def _frame(columns: Mapping[str, Any]) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(dict(columns))

@@ -1,0 +1,37 @@
+"""Exit codes, and which of our exceptions each one stands for."""
+
+from __future__ import annotations
+
+import sys
+
+EXIT_INTERNAL = 1
+EXIT_USAGE = 2
+EXIT_UNREADABLE = 3
+EXIT_INFEASIBLE = 4
+EXIT_SLO_BREACHED = 99
+EXIT_INTERRUPTED = 130
+
+_CODES = {
+    ("windtunnel.scenarios.errors", "ScenarioUnreadable"): EXIT_UNREADABLE,
+    ("windtunnel.scenarios.errors", "ScenarioError"): EXIT_USAGE,
+    ("windtunnel.scenarios.workloads.errors", "TraceError"): EXIT_UNREADABLE,
+    ("windtunnel.sim.cost.profile", "ProfileError"): EXIT_UNREADABLE,
+    ("windtunnel.sim.decisions", "CaseError"): EXIT_UNREADABLE,
+    ("windtunnel.sim.simulate", "RequestTooLarge"): EXIT_INFEASIBLE,
+    ("windtunnel.sim.deployment.memory", "InfeasibleDeployment"): EXIT_INFEASIBLE,
+    ("windtunnel.sim.deployment.model", "UnsupportedModel"): EXIT_USAGE,
+    ("windtunnel.rundir", "OutputError"): EXIT_USAGE,
+    ("windtunnel.rundir", "RunUnreadable"): EXIT_UNREADABLE,
+}
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code of an exception; 1, a bug of ours, for everything that is no expected complaint.
+
+    Only modules that are already loaded are asked: an exception cannot come from one that is not.
+    """
+    for (module, name), code in _CODES.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(error, kind):
+            return code
+    return EXIT_INTERNAL

@@ -1,0 +1,39 @@
+"""``windtunnel report``: turn a saved run into something to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from windtunnel.cli.output import emit
+
+
+def report(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="What windtunnel simulate -o wrote.", show_default=False)
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write one self-contained HTML file.", show_default=False),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+) -> None:
+    """Show a saved run: as a table, as Markdown, or as an HTML file that works offline.
+
+    \b
+    Examples:
+      windtunnel report runs/64
+      windtunnel report runs/64 --html report.html
+      windtunnel report runs/64 --markdown >> pull-request.md
+    """
+    from windtunnel.api import load_run
+    from windtunnel.rundir import check_can_write_file
+
+    run = load_run(run_dir)
+    if html is not None:
+        check_can_write_file(html)
+        run.report(html)
+    if markdown or html is None:
+        emit((run.markdown() if markdown else run.text()).rstrip("\n"))

@@ -1,0 +1,333 @@
+# ruff: noqa: ARG001 -- the flags are read from the context, all at once
+"""``windtunnel simulate``: run a workload through a simulated deployment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windtunnel.cli.errors import EXIT_SLO_BREACHED
+from windtunnel.cli.output import emit, note, progress_bar, warn
+
+if TYPE_CHECKING:
+    from windtunnel.api import Run
+    from windtunnel.scenarios.load import Override
+    from windtunnel.scenarios.resolve import Resolved
+
+KEY_BY_PARAMETER = {"num_prompts": "num_requests", "input_len": "input", "output_len": "output", "slo": "objectives"}
+"""Flags whose key in a scenario file is another than their own name."""
+
+_DEPLOYMENT, _ENGINE, _WORKLOAD = "Deployment", "Engine (vLLM's flags)", "Workload"
+_RUN, _OUTPUT = "Run", "Output"
+
+
+def _flag(panel: str, *names: str, metavar: str | None = None, help: str) -> Any:  # noqa: A002 -- typer's word
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is done with the result."""
+
+    as_json: bool
+    output: Path | None
+    html: Path | None
+    force: bool
+    quiet: bool
+    dry_run: bool
+
+
+def simulate(
+    ctx: typer.Context,
+    scenario: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCENARIO",
+            help="A scenario file, or the name of a bundled one (windtunnel scenarios).",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, _flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model, or config.json of another.")
+    ] = None,
+    gpu: Annotated[str | None, _flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="GPU (windtunnel gpus).")] = None,
+    tensor_parallel_size: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs that one replica spans."),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _flag(_DEPLOYMENT, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
+    ] = None,
+    dtype: Annotated[str | None, _flag(_DEPLOYMENT, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
+    kv_cache_dtype: Annotated[
+        str | None, _flag(_DEPLOYMENT, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
+    ] = None,
+    num_gpu_blocks_override: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory."),
+    ] = None,
+    kv_cache_memory_bytes: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--kv-cache-memory-bytes", metavar="SIZE", help="Memory for the KV cache: 16GiB, 16GB."),
+    ] = None,
+    usage_context: Annotated[
+        str | None,
+        _flag(
+            _DEPLOYMENT,
+            "--usage-context",
+            metavar="api_server|llm_class",
+            help="Whose defaults: vllm serve or class LLM.",
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        str | None, _flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        str | None, _flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step: 8192, 16k.")
+    ] = None,
+    max_model_len: Annotated[
+        str | None, _flag(_ENGINE, "--max-model-len", metavar="N", help="Longest prompt plus output, in tokens.")
+    ] = None,
+    block_size: Annotated[str | None, _flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
+    enable_chunked_prefill: Annotated[
+        bool | None,
+        _flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        _flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
+    ] = None,
+    long_prefill_token_threshold: Annotated[
+        str | None,
+        _flag(_ENGINE, "--long-prefill-token-threshold", metavar="N", help="Longest chunk while others are there."),
+    ] = None,
+    long_prefill_token_threshold_adaptive: Annotated[
+        bool | None,
+        _flag(
+            _ENGINE,
+            "--long-prefill-token-threshold-adaptive/--no-long-prefill-token-threshold-adaptive",
+            help="Raise that threshold when few are there.",
+        ),
+    ] = None,
+    scheduling_policy: Annotated[
+        str | None,
+        _flag(_ENGINE, "--scheduling-policy", metavar="fcfs|priority", help="Order of the waiting requests."),
+    ] = None,
+    watermark: Annotated[
+        float | None, _flag(_ENGINE, "--watermark", metavar="SHARE", help="Share of blocks an admission leaves free.")
+    ] = None,
+    max_num_active_seqs: Annotated[
+        str | None, _flag(_ENGINE, "--max-num-active-seqs", metavar="N", help="Fewer seats than --max-num-seqs.")
+    ] = None,
+    max_num_scheduled_tokens: Annotated[
+        str | None,
+        _flag(_ENGINE, "--max-num-scheduled-tokens", metavar="N", help="Fewer tokens a step than the budget."),
+    ] = None,
+    scheduler_reserve_full_isl: Annotated[
+        bool | None,
+        _flag(
+            _ENGINE,
+            "--scheduler-reserve-full-isl/--no-scheduler-reserve-full-isl",
+            help="Admit only what fits with its whole prompt.",
+        ),
+    ] = None,
+    trace: Annotated[
+        str | None, _flag(_WORKLOAD, "--trace", metavar="FILE", help="Replay the requests of this file.")
+    ] = None,
+    format: Annotated[  # noqa: A002 -- the flag's name
+        str | None, _flag(_WORKLOAD, "--format", metavar="NAME", help="Format of the trace, if not to be recognised.")
+    ] = None,
+    time_unit: Annotated[
+        str | None, _flag(_WORKLOAD, "--time-unit", metavar="UNIT", help="Unit of its times, if not to be recognised.")
+    ] = None,
+    start: Annotated[
+        str | None, _flag(_WORKLOAD, "--start", metavar="TIME", help="Begin so far into the trace: 20m, 90s, 1h30m.")
+    ] = None,
+    duration: Annotated[
+        str | None, _flag(_WORKLOAD, "--duration", metavar="TIME", help="Take so much of the trace.")
+    ] = None,
+    limit: Annotated[
+        str | None, _flag(_WORKLOAD, "--limit", metavar="N", help="Take at most so many requests of the trace.")
+    ] = None,
+    rate_scale: Annotated[
+        float | None, _flag(_WORKLOAD, "--rate-scale", metavar="X", help="Replay X times as fast.")
+    ] = None,
+    on_bad_row: Annotated[
+        str | None, _flag(_WORKLOAD, "--on-bad-row", metavar="error|skip", help="What to do with a row that is wrong.")
+    ] = None,
+    num_prompts: Annotated[
+        str | None, _flag(_WORKLOAD, "--num-prompts", metavar="N", help="Number of synthetic requests.")
+    ] = None,
+    input_len: Annotated[
+        str | None,
+        _flag(_WORKLOAD, "--input-len", metavar="DIST", help="Prompt tokens of a request."),
+    ] = None,
+    output_len: Annotated[
+        str | None, _flag(_WORKLOAD, "--output-len", metavar="DIST", help="Output tokens of a request.")
+    ] = None,
+    request_rate: Annotated[
+        str | None, _flag(_WORKLOAD, "--request-rate", metavar="R", help="Requests per second; inf is all at once.")
+    ] = None,
+    burstiness: Annotated[
+        str | None, _flag(_WORKLOAD, "--burstiness", metavar="B", help="1 Poisson, below burstier, inf constant.")
+    ] = None,
+    arrival: Annotated[
+        str | None, _flag(_WORKLOAD, "--arrival", metavar="PROCESS", help="Arrivals, in place of these two.")
+    ] = None,
+    max_concurrency: Annotated[
+        str | None, _flag(_WORKLOAD, "--max-concurrency", metavar="N", help="Most requests in flight (closed loop).")
+    ] = None,
+    cost: Annotated[
+        str | None,
+        _flag(_RUN, "--cost", metavar="COST", help="What a step costs."),
+    ] = None,
+    slo: Annotated[
+        list[str] | None,
+        _flag(
+            _RUN,
+            "--slo",
+            metavar="LIMIT",
+            help="Objective, such as 'ttft:p99<500ms'; missed: exit code 99. Repeatable.",
+        ),
+    ] = None,
+    goodput: Annotated[
+        list[str] | None,
+        _flag(
+            _RUN, "--goodput", metavar="METRIC:MS", help="Limit per request, such as ttft:500 or tpot:50. Repeatable."
+        ),
+    ] = None,
+    seed: Annotated[str | None, _flag(_RUN, "--seed", metavar="N", help="All randomness follows from it.")] = None,
+    horizon: Annotated[
+        str | None, _flag(_RUN, "--horizon", metavar="TIME", help="Stop after so much simulated time.")
+    ] = None,
+    saturation: Annotated[
+        bool | None,
+        _flag(_RUN, "--saturation/--no-saturation", help="Measure the highest throughput too, for the utilisation."),
+    ] = None,
+    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print the summary as JSON.")] = False,
+    output: Annotated[
+        Path | None, _flag(_OUTPUT, "--output", "-o", metavar="DIR", help="Write records and summary into this folder.")
+    ] = None,
+    html: Annotated[
+        Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
+    ] = None,
+    force: Annotated[bool, _flag(_OUTPUT, "--force", help="Write into DIR even if it holds other things.")] = False,
+    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No progress bar and no remarks.")] = False,
+    dry_run: Annotated[
+        bool, _flag(_OUTPUT, "--dry-run", help="Show every setting with its source and the memory plan; run nothing.")
+    ] = False,
+) -> None:
+    """Run a workload through a simulated deployment and say how it went.
+
+    The scenario says what runs on what; every flag overrides it, and flags alone do as well.  Names, defaults and
+    meaning of the flags are those of vllm serve and vllm bench serve; underscores may stand for dashes.  Numbers may
+    end in k (1000) or K (1024), times in ms, s, m or h, sizes in GB (10^9 bytes) or GiB (2^30 bytes).
+
+    \b
+    DIST     a number of tokens, uniform:low=100,high=900, lognormal:mean=512,sigma=0.8,max=8192,
+             exponential:mean=256 or geometric:mean=256
+    PROCESS  poisson:rate=5, gamma:rate=5,burstiness=0.5, constant:rate=5, on_off:rate=20,on_s=10,off_s=50
+             or ramp:start_rate=1,end_rate=20
+    COST     roofline (the default), constant:step_s=10ms, affine:base_s=5ms,token_s=20us
+             or profile:path=profile.json
+
+    \b
+    Examples:
+      windtunnel simulate chat-8b-h100
+      windtunnel simulate chat-8b-h100 --max-num-seqs 64 --slo 'ttft:p99<500ms' -o runs/64
+      windtunnel simulate --model llama-3.1-8b --gpu h100-sxm --trace trace.csv --duration 20m --rate-scale 4
+      windtunnel simulate --model llama-3.1-8b --gpu l40s --num-prompts 1000 --request-rate 5
+                          --input-len lognormal:mean=512,sigma=0.8 --output-len 256 --dry-run
+    """
+    options = Options(as_json, output, html, force, quiet, dry_run)
+    own = {"scenario", *(item.name for item in fields(Options))}
+    run_simulation(scenario, {name: value for name, value in ctx.params.items() if name not in own}, options)
+
+
+def run_simulation(scenario: str | None, flags: Mapping[str, Any], options: Options) -> None:
+    """Resolve, run, write and print; raises typer.Exit(99) if an objective was missed."""
+    from windtunnel.scenarios.load import load_scenario
+    from windtunnel.scenarios.resolve import resolve
+
+    loaded = load_scenario(scenario, overrides(flags))
+    if options.dry_run:
+        _print_plan(resolve(loaded), options)
+        return
+    check_outputs(options)
+    resolved = resolve(loaded)
+    _tell(resolved, options)
+    run = _execute(resolved, options)
+    _write(run, options)
+    _print(run, options)
+    if run.slo_passed is False:
+        raise typer.Exit(EXIT_SLO_BREACHED)
+
+
+def overrides(flags: Mapping[str, Any]) -> dict[str, Override]:
+    """The flags that were given, under the keys of the scenario file."""
+    from windtunnel.scenarios.load import Override
+
+    return {
+        KEY_BY_PARAMETER.get(name, name): Override(
+            list(value) if isinstance(value, tuple) else value, _flag_name(name, value)
+        )
+        for name, value in flags.items()
+        if value is not None and value not in ((), [])
+    }
+
+
+def _flag_name(parameter: str, value: Any) -> str:
+    return ("--no-" if value is False else "--") + parameter.replace("_", "-")
+
+
+def check_outputs(options: Options) -> None:
+    """Find out that something cannot be written before the simulation, not after it."""
+    from windtunnel.rundir import check_can_write, check_can_write_file
+
+    if options.output is not None:
+        check_can_write(options.output, force=options.force)
+    if options.html is not None:
+        check_can_write_file(options.html)
+
+
+def _print_plan(resolved: Resolved, options: Options) -> None:
+    from windtunnel.cli.plan import plan_text
+    from windtunnel.rundir import to_json
+
+    emit(to_json(resolved.describe()) if options.as_json else plan_text(resolved))
+
+
+def _tell(resolved: Resolved, options: Options) -> None:
+    for warning in resolved.warnings:
+        warn(warning)
+    if not options.quiet:
+        for remark in resolved.notes:
+            note(remark)
+
+
+def _execute(resolved: Resolved, options: Options) -> Run:
+    from windtunnel.api import execute
+
+    progress, close = progress_bar("simulating", options.quiet)
+    try:
+        return execute(resolved, progress=progress)
+    finally:
+        close()
+
+
+def _write(run: Run, options: Options) -> None:
+    if options.output is not None:
+        run.save(options.output, force=options.force)
+    if options.html is not None:
+        run.report(options.html)
+
+
+def _print(run: Run, options: Options) -> None:
+    from windtunnel.rundir import to_json
+
+    emit(to_json(run.summary) if options.as_json else run.text().rstrip("\n"))
