@@ -14,9 +14,9 @@ from typing import Any
 
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.keys import TokenKeys
-from windtunnel.sim.engine.plan import StepPlan
+from windtunnel.sim.engine.plan import Speculated, StepPlan
 from windtunnel.sim.engine.request import Request
-from windtunnel.sim.engine.per_request import PerRequestScheduler, SpeculativePlan, make_scheduler
+from windtunnel.sim.engine.per_request import SpeculativePlan, make_scheduler
 
 JsonDict = dict[str, Any]
 
@@ -175,36 +175,25 @@ class _Replay:
     def _outcome(self, number: int, plan: StepPlan, samples: list[str]) -> JsonDict:
         alive = [name for name in samples if name in self.live]
         outcome: JsonDict = {"n": number}
-        if isinstance(self.scheduler, PerRequestScheduler):
-            assert isinstance(plan, SpeculativePlan)
-            accepted = self.speculation.accept(plan)
-            finished = self.scheduler.commit(plan, 0, accepted)
+        speculated = None
+        if isinstance(plan, SpeculativePlan):
+            speculated = self.speculation.verify(plan, drafts_next=not self.config.async_scheduling)
+        finished = self.scheduler.commit(plan, 0, speculated)
+        outcome["out"] = dict.fromkeys(alive, 1)
+        if isinstance(plan, SpeculativePlan) and speculated is not None:
             outcome["out"] = {name: plan.num_kept[self.byname[name]] for name in alive}
-            if accepted:
-                outcome["accepted"] = {str(request.request_id): count for request, count in accepted.items()}
-        else:
-            finished = self.scheduler.commit(plan, 0)
-            outcome["out"] = dict.fromkeys(alive, 1)
+            if speculated.num_accepted:
+                outcome["accepted"] = {str(r.request_id): count for r, count in speculated.num_accepted.items()}
+            if self.config.num_speculative_tokens and not self.config.async_scheduling and plan.chunks:
+                proposed = {str(r.request_id): count for r, count in speculated.num_proposed.items()}
+                outcome["drafts"] = {name: proposed[name] for name in samples}
         names = [str(request.request_id) for request in finished]
         for name in names:
             del self.live[name]
         self.notify += names
         self.totals["finished"] += len(names)
         outcome["finished"] = [[name, "length"] for name in names]
-        if isinstance(self.scheduler, PerRequestScheduler) and self.speculation.num_drafts and plan.chunks:
-            if not self.config.async_scheduling:
-                outcome["drafts"] = self._propose(self.scheduler, plan, samples)
         return outcome
-
-    def _propose(self, scheduler: PerRequestScheduler, plan: StepPlan, samples: list[str]) -> dict[str, int]:
-        """The drafter's turn after a synchronous step."""
-        proposed = {}
-        for chunk in plan.chunks:
-            num_drafts = self.speculation.draft(chunk.request)
-            scheduler.propose(chunk.request, num_drafts)
-            if (name := str(chunk.request.request_id)) in samples:
-                proposed[name] = num_drafts
-        return proposed
 
     def _decision(self, plan: StepPlan) -> JsonDict:
         scheduled = {str(r.request_id): n for r, n in self.scheduler.scheduled_tokens(plan).items()}
@@ -275,23 +264,24 @@ class _Speculation:
         self._seeds[request] = seed
         self._num_verified[request] = self._num_proposed[request] = 0
 
-    def accept(self, plan: SpeculativePlan) -> dict[Request, int]:
-        """Leading drafts of each request that the model agrees with."""
-        accepted = {}
-        for request, num_drafts in plan.num_drafts.items():
-            count, turn = 0, self._num_verified[request]
-            while (
-                request not in plan.padded
-                and count < num_drafts
-                and _unit(self._seeds[request], turn * 64 + count) < self.acceptance
-            ):
-                count += 1
-            self._num_verified[request] += 1
-            accepted[request] = count
-        return accepted
+    def verify(self, plan: SpeculativePlan, drafts_next: bool) -> Speculated:
+        """How the plan's drafts fare, and what is proposed next."""
+        accepted = {request: self._accept(plan, request) for request in plan.num_drafts}
+        proposed = {chunk.request: self._draft(chunk.request) for chunk in plan.chunks} if drafts_next else {}
+        return Speculated(accepted, proposed)
 
-    def draft(self, request: Request) -> int:
-        """Drafts proposed for the next step."""
+    def _accept(self, plan: SpeculativePlan, request: Request) -> int:
+        turn, count = self._num_verified[request], 0
+        self._num_verified[request] += 1
+        if request in plan.padded:
+            return 0
+        while (
+            count < plan.num_drafts[request] and _unit(self._seeds[request], turn * 64 + count) < self.acceptance
+        ):
+            count += 1
+        return count
+
+    def _draft(self, request: Request) -> int:
         if not self.is_seeded:
             return int(self.num_drafts)
         turn = self._num_proposed[request]

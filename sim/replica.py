@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 from simpy.events import Event
 
-from windtunnel.sim.engine.plan import StepPlan
+from windtunnel.sim.engine.plan import StepPlan, StepResult
 from windtunnel.sim.engine.protocols import Executor
 from windtunnel.sim.engine.request import Request
 from windtunnel.sim.engine.scheduler import Scheduler
@@ -25,8 +26,18 @@ vLLM as well as here.
 """
 
 
+class _Step(NamedTuple):
+    """A step that was handed to the executor."""
+
+    plan: StepPlan
+    start_ns: int
+    end_ns: int
+    result: StepResult
+    state: tuple[int, int, int, int]
+
+
 class Replica:
-    """A scheduler and an executor on one clock.
+    """A scheduler and an executor on one clock, with as many steps under way as the config says.
 
     The executor may be swapped between any two steps: ``replica.executor = other``.
     """
@@ -49,6 +60,8 @@ class Replica:
         self._on_finish = on_finish
         self.is_stuck = False
         """Whether it gave up because its requests only keep preempting each other."""
+        self._num_in_vain = 0  # preemptions since the last step that yielded a token
+        self._free_ns = 0  # when the executor has done all that it was given
         self._asleep: Occurrence | None = None
         world.process(self._serve())
 
@@ -63,40 +76,78 @@ class Replica:
             self._asleep = None
 
     def _serve(self) -> Generator[Event, Any, None]:
-        world, scheduler, log, pool = self._world, self.scheduler, self._log, self.scheduler.pool
-        now_ns = world.now_ns  # runs ahead of the world while nothing can come in or go out
-        num_in_vain = 0
-        while num_in_vain <= LIVELOCK_PREEMPTIONS:
-            plan = scheduler.schedule(now_ns)
-            if plan.shape.num_sampled:
-                num_in_vain = 0
-            if plan.preemptions:
-                num_in_vain += len(plan.preemptions)
-                log.write_preemptions(plan, now_ns)
-            if plan.is_empty:
-                now_ns = yield from self._pause(plan, now_ns)
+        """The engine's loop: decide while there is room for one more step under way, else wait for the oldest.
+
+        Source: vLLM's ``EngineCore.step_with_batch_queue``, of which the synchronous loop is the case of one step.
+        """
+        world, scheduler, depth = self._world, self.scheduler, self.scheduler.config.max_steps_under_way
+        under_way: deque[_Step | None] = deque()  # None for a decision to compute nothing, which takes a place as well
+        now_ns = self._free_ns = world.now_ns  # ahead of the world while nothing can come in or go out
+        while self._num_in_vain <= LIVELOCK_PREEMPTIONS:
+            step = None
+            if scheduler.has_requests:
+                step, is_final = self._decide(now_ns)
+                if is_final and not any(under_way):
+                    under_way.clear()
+                    now_ns = yield from self._sleep()
+                    continue
+                under_way.append(step)
+                if len(under_way) < depth:
+                    if step is None:
+                        now_ns = yield from self._wait_until(now_ns + RETRY_NS)
+                    continue
+            elif not under_way:
+                now_ns = yield from self._sleep()
                 continue
-            state = len(scheduler.running), len(scheduler.waiting), pool.num_free, pool.num_free_cached
-            end_ns = now_ns + self.executor.execute(plan).step_ns
-            if world.peek() <= end_ns or scheduler.may_finish(plan):
-                yield from self._sleep_until(end_ns)
-            for request in scheduler.commit(plan, end_ns):
-                log.write_spans(request, request.spans)
-                self._on_finish(request, end_ns)
-            log.write_step(plan, now_ns, end_ns, *state)
-            now_ns = end_ns
+            done = under_way.popleft()
+            if done is not None:
+                now_ns = done.end_ns
+                if world.peek() <= now_ns or scheduler.may_finish(done.plan):
+                    yield from self._sleep_until(now_ns)
+                self._end(done)
+            if step is None and scheduler.has_requests:
+                now_ns = yield from self._wait_until(now_ns + RETRY_NS)
         self.is_stuck = True
 
-    def _pause(self, plan: StepPlan, now_ns: int) -> Generator[Event, Any, int]:
-        """Nothing can be computed: wait for a request, or try again soon; returns when it goes on."""
-        if plan.preemptions:  # what the victims gave back can be used by the next decision
-            yield from self._sleep_until(now_ns + RETRY_NS)
-        else:
-            self._asleep = Occurrence(self._world)
-            yield self._asleep
+    def _decide(self, now_ns: int) -> tuple[_Step | None, bool]:
+        """The next step, begun as soon as the executor is free; if it is none, whether asking again is in vain."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        plan = scheduler.schedule(now_ns)
+        if plan.preemptions:
+            self._num_in_vain += len(plan.preemptions)
+            self._log.write_preemptions(plan, now_ns)
+        if plan.is_empty:
+            return None, not plan.preemptions
+        if plan.shape.num_sampled:
+            self._num_in_vain = 0
+        state = len(scheduler.running), len(scheduler.waiting), pool.num_free, pool.num_free_cached
+        start_ns = max(now_ns, self._free_ns)
+        result = self.executor.execute(plan)
+        self._free_ns = start_ns + result.step_ns
+        return _Step(plan, start_ns, self._free_ns, result, state), False
+
+    def _end(self, step: _Step) -> None:
+        """Tell the scheduler and the log that a step is done."""
+        log, end_ns = self._log, step.end_ns
+        for request in self.scheduler.commit(step.plan, end_ns, step.result.speculated):
+            log.write_spans(request, request.spans)
+            self._on_finish(request, end_ns)
+        log.write_step(step.plan, step.start_ns, end_ns, *step.state)
+
+    def _sleep(self) -> Generator[Event, Any, int]:
+        """Wait until a request comes; returns when that is."""
+        self._asleep = Occurrence(self._world)
+        yield self._asleep
         return self._world.now_ns
 
-    def _sleep_until(self, end_ns: int) -> Generator[Event, Any, None]:
-        wake_up = Occurrence(self._world)
-        wake_up.fire(end_ns - self._world.now_ns, STEP_END + self.number)
-        yield wake_up
+    def _wait_until(self, then_ns: int) -> Generator[Event, Any, int]:
+        """Let the time pass; the world is asked only if something happens in it until then."""
+        if self._world.peek() <= then_ns:
+            yield from self._sleep_until(then_ns)
+        return then_ns
+
+    def _sleep_until(self, then_ns: int) -> Generator[Event, Any, None]:
+        if then_ns > self._world.now_ns:
+            wake_up = Occurrence(self._world)
+            wake_up.fire(then_ns - self._world.now_ns, STEP_END + self.number)
+            yield wake_up

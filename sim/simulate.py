@@ -7,8 +7,8 @@ from collections.abc import Callable
 from windtunnel.sim.client import Client
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.protocols import CostModel, Executor
+from windtunnel.sim.engine.per_request import make_scheduler
 from windtunnel.sim.engine.request import Request
-from windtunnel.sim.engine.scheduler import Scheduler
 from windtunnel.sim.log import ReplicaLog, RequestLog
 from windtunnel.sim.records import Records
 from windtunnel.sim.replica import Replica
@@ -44,7 +44,7 @@ def run(
     requests, log = RequestLog(), ReplicaLog(config)
     client = Client(world, workload, config.block_size, requests)
     on_finish = client.answered if progress is None else _reporting(client, len(workload), progress)
-    scheduler = Scheduler(config)
+    scheduler = make_scheduler(config)
     replica = Replica(world, 0, scheduler, executor or SimExecutor(cost), log, on_finish)
     client.start(replica.submit)
     world.run(until=horizon_ns)

@@ -47,7 +47,8 @@ class DecodeSet:
     def join(self, request: Request, finish_clock: int, exit_clock: int, eager: bool) -> None:
         """Take in a request that gets one token in each of the next steps.
 
-        Its last token comes with the step before ``finish_clock``; it is scheduled for no step from ``exit_clock`` on.
+        Its last token comes with the step before ``finish_clock``; it is scheduled for no step from ``exit_clock`` on,
+        unless that is -1 (it will have finished by then).
         ``eager`` members have blocks that others may look for, so these must be findable at once (``filling``).
         """
         request.decoding = True
@@ -63,7 +64,8 @@ class DecodeSet:
         request.finish_clock = finish_clock
         self._finishes.setdefault(finish_clock, {})[request] = None
         request.exit_clock = exit_clock
-        self._exits.setdefault(exit_clock, {})[request] = None
+        if exit_clock >= 0:
+            self._exits.setdefault(exit_clock, {})[request] = None
         if eager:
             self._eager[request] = None
 
@@ -73,7 +75,8 @@ class DecodeSet:
         self._sum_base -= request.base
         del self._phases[-request.base % self._block_size][request]
         _strike(self._finishes, request.finish_clock, request)
-        _strike(self._exits, request.exit_clock, request)
+        if request.exit_clock >= 0:
+            _strike(self._exits, request.exit_clock, request)
         if self._eager:
             self._eager.pop(request, None)
         request.decoding = False

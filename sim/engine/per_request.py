@@ -6,12 +6,13 @@ them.  Neither fits a clock that all share, so here every running request is loo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from windtunnel.sim.engine.config import SchedulerConfig
-from windtunnel.sim.engine.plan import Chunk, Preemption, StepPlan, StepShape
+from windtunnel.sim.engine.plan import Chunk, Preemption, Speculated, StepPlan, StepShape
 from windtunnel.sim.engine.request import Request, Status
 from windtunnel.sim.engine.scheduler import Scheduler, extend_spans
+
+
+NOTHING_SPECULATED = Speculated({}, {})
 
 
 class Progress:
@@ -92,23 +93,17 @@ class PerRequestScheduler(Scheduler):
         self._write_shape(plan)
         return plan
 
-    def commit(
-        self, plan: StepPlan, end_ns: int, num_accepted: Mapping[Request, int] | None = None
-    ) -> list[Request]:
-        """Take the end of the oldest step under way; see ``Scheduler.commit``.
-
-        ``num_accepted`` says for each request with drafts in the plan how many of them the model accepted.
-        """
+    def commit(self, plan: StepPlan, end_ns: int, speculated: Speculated | None = None) -> list[Request]:
+        """Take the end of the oldest step under way; see ``Scheduler.commit``."""
         assert isinstance(plan, SpeculativePlan)
         self.num_steps_done += not plan.is_empty
+        num_accepted, num_proposed = speculated or NOTHING_SPECULATED
         finished = []
         for chunk in plan.chunks:
             request = chunk.request
-            if request.status > Status.PREEMPTED:
-                continue
-            accepted = (num_accepted or {}).get(request, 0)
-            if self._take_outcome(plan, chunk, accepted, end_ns):
-                finished.append(request)
+            if request.status <= Status.PREEMPTED:
+                if self._take_outcome(plan, chunk, num_accepted.get(request, 0), end_ns):
+                    finished.append(request)
         for request in finished:
             if request.status == Status.RUNNING:
                 self._stop_running(request, self._progress[request].num_full_blocks)
@@ -116,13 +111,14 @@ class PerRequestScheduler(Scheduler):
                 self.waiting.remove(request)
             request.status = Status.FINISHED
             del self._progress[request]
+        for request, num_drafts in num_proposed.items():
+            if (progress := self._progress.get(request)) is not None:
+                progress.num_drafts = 0 if progress.is_chunk else num_drafts
         return finished
 
-    def propose(self, request: Request, num_drafts: int) -> None:
-        """Draft tokens that the next step of the request shall verify (synchronous scheduling)."""
-        progress = self._progress.get(request)
-        if progress is not None:
-            progress.num_drafts = 0 if progress.is_chunk else num_drafts
+    def may_finish(self, plan: StepPlan) -> bool:
+        """Whether the plan's step may finish a request."""
+        return not plan.is_empty
 
     def scheduled_tokens(self, plan: StepPlan) -> dict[Request, int]:
         """Tokens per request in the order of the decision."""
@@ -301,8 +297,7 @@ class PerRequestScheduler(Scheduler):
         plan.num_kept[request] = num_kept
         if request.first_token_ns < 0:
             request.first_token_ns = end_ns
-        for _ in range(num_kept):
-            extend_spans(request.spans, plan.number)
+        extend_spans(request.spans, plan.number)
         if self._is_async:
             if not is_stale:
                 progress.num_placeholders -= num_kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -98,10 +99,20 @@ class StepPlan:
         return not self.chunks and not self.shape.num_decode_seqs
 
 
+class Speculated(NamedTuple):
+    """What a step's speculation came to, per request."""
+
+    num_accepted: Mapping[Request, int]
+    """Of the drafts that the step verified, how many the model agreed with."""
+    num_proposed: Mapping[Request, int]
+    """Drafts that the drafter proposes next (synchronous scheduling; else they are placeholders of a fixed number)."""
+
+
 class StepResult(NamedTuple):
-    """What an executor answers: how long the step took."""
+    """What an executor answers: how long the step took, and how the drafts fared if there were any."""
 
     step_ns: int
+    speculated: Speculated | None = None
 
 
 EMPTY_SHAPE = StepShape(0, 0, 0, 0, 0, 0, 0)

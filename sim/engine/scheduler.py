@@ -12,7 +12,7 @@ from collections import deque
 from windtunnel.sim.engine.blocks import BlockPool
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.decode_set import DecodeSet
-from windtunnel.sim.engine.plan import Admission, Chunk, Preemption, StepPlan, StepShape
+from windtunnel.sim.engine.plan import Admission, Chunk, Preemption, Speculated, StepPlan, StepShape
 from windtunnel.sim.engine.queues import FcfsQueue, PriorityQueue, WaitingQueue
 from windtunnel.sim.engine.request import Request, Status
 
@@ -75,6 +75,11 @@ class Scheduler:
             return
         request.status = Status.ABORTED
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.running or len(self.waiting))
+
     def schedule(self, now_ns: int) -> StepPlan:
         """Decide the next step and hold its blocks.  An empty plan means that nothing can be computed now.
 
@@ -89,8 +94,11 @@ class Scheduler:
         self._close(plan)
         return plan
 
-    def commit(self, plan: StepPlan, end_ns: int) -> list[Request]:
-        """Take the end of the oldest step under way; return the requests that it finished, in the order of decision."""
+    def commit(self, plan: StepPlan, end_ns: int, speculated: Speculated | None = None) -> list[Request]:  # noqa: ARG002
+        """Take the end of the oldest step under way; return the requests that it finished, in the order of decision.
+
+        ``speculated`` is for schedulers that know of drafts.
+        """
         if plan.is_empty:
             return []
         self._under_way.popleft()
@@ -408,7 +416,7 @@ class Scheduler:
         request.span_start = span_start
         num_emitted = request.num_emitted + request.num_owed_tokens
         finish_clock = span_start + request.stop_after - num_emitted
-        exit_clock = span_start + request.may_emit - num_emitted
+        exit_clock = span_start + request.may_emit - num_emitted if self._is_async else -1
         self.decoding.join(request, finish_clock, exit_clock, self._is_eager(request))
 
     def _end_span(self, request: Request) -> None:
