@@ -85,7 +85,7 @@ class Replica:
         now_ns = self._free_ns = world.now_ns  # ahead of the world while nothing can come in or go out
         while self._num_in_vain <= LIVELOCK_PREEMPTIONS:
             step = None
-            if scheduler.has_requests:
+            if scheduler.num_requests:
                 step, is_final = self._decide(now_ns)
                 if is_final and not any(under_way):
                     under_way.clear()
@@ -99,13 +99,14 @@ class Replica:
             elif not under_way:
                 now_ns = yield from self._sleep()
                 continue
+            num_known = scheduler.num_requests  # those that come while it waits do not count
             done = under_way.popleft()
             if done is not None:
                 now_ns = done.end_ns
                 if world.peek() <= now_ns or scheduler.may_finish(done.plan):
                     yield from self._sleep_until(now_ns)
                 self._end(done)
-            if step is None and scheduler.has_requests:
+            if step is None and num_known:
                 now_ns = yield from self._wait_until(now_ns + RETRY_NS)
         self.is_stuck = True
 

@@ -67,7 +67,7 @@ def test_replayed_decisions_equal_the_reference(case: dict[str, Any]) -> None:
 
 @given(st.data())
 def test_a_simulated_run_equals_the_reference(data: st.DataObject) -> None:
-    config = data.draw(scheduler_configs())
+    config = data.draw(scheduler_configs(async_scheduling=data.draw(st.booleans())))
     work = data.draw(workloads(config))
     cost = data.draw(COSTS)
     executor = Recorder(cost)
@@ -125,39 +125,60 @@ class NaiveRun:
         self.preemptions = dict.fromkeys(range(len(work)), 0)
         self.recomputed = dict.fromkeys(range(len(work)), 0)
         self.high_water: dict[int, int] = {}
+        self.depth = 2 if config.async_scheduling else 1
         self.decoding: set[int] = set()
 
     def serve(self) -> None:
-        now, row, arrivals = 0, 0, self.work.arrival_ns.tolist()
-        while True:
+        """vLLM's engine loop with a queue of batches, in simulated time."""
+        now = free = row = 0
+        arrivals, depth, sim = self.work.arrival_ns.tolist(), self.depth, self.sim
+        queue: list[tuple[Any, int]] = []
+        while now < HORIZON_NS:
             while row < len(arrivals) and arrivals[row] <= now:
                 self._arrive(row)
                 row += 1
-            before = {r.id: r.computed for r in self.sim.reqs.values()}
-            step, log = self.sim.schedule()
-            self._note_preemptions(log, before)
-            if not step[0] and log["preempted"]:
-                now += RETRY_NS
-                continue
-            if not step[0]:
+            computed = False
+            if sim.reqs:
+                before = {r.id: r.computed for r in sim.reqs.values()}
+                step, log = sim.schedule()
+                self._note_preemptions(log, before)
+                computed = bool(step[0])
+                if computed:
+                    decoding = set(self.decoding)
+                    shape = self._shape(log, before)
+                    step_ns = max(1, round(self.cost.step_time_s(shape) * 1e9))
+                    self._note_plan(log, shape, step_ns, decoding)
+                    free = max(now, free) + step_ns
+                elif not log["preempted"] and not any(s[0] for s, _ in queue):
+                    if row == len(arrivals):
+                        return
+                    queue.clear()
+                    now = max(now, arrivals[row])
+                    continue
+                queue.append((step, free))
+                if len(queue) < depth:
+                    now += 0 if computed else RETRY_NS
+                    continue
+            elif not queue:
                 if row == len(arrivals):
                     return
                 now = arrivals[row]
                 continue
-            shape = self._shape(log, before)
-            step_ns = max(1, round(self.cost.step_time_s(shape) * 1e9))
-            self._note_plan(log, shape, step_ns)
-            now += step_ns
-            if now >= HORIZON_NS:
-                return
-            for name, count in self.sim.update(step)["out"].items():
-                self.token_ns[name] += [now] * count
-                self.decoding.add(name)
+            num_known = len(sim.reqs)  # vLLM takes in what came meanwhile at the start of the next turn only
+            step, end = queue.pop(0)
+            if step[0]:
+                now = end
+                if now >= HORIZON_NS:
+                    return
+                for name, count in sim.update(step)["out"].items():
+                    self.token_ns[name] += [now] * count
+            if not computed and num_known:
+                now += RETRY_NS
 
     def _arrive(self, row: int) -> None:
         w = self.work
         assert w.content is not None
-        total = int(w.num_prompt_tokens[row] + w.num_output_tokens[row])
+        total = int(w.num_prompt_tokens[row] + w.max_tokens[row]) + 1  # a token may come after the last
         tokens = [token_id(1000 + row, i) for i in range(total)]
         start = 0
         for stream, end in w.content[row]:
@@ -169,7 +190,8 @@ class NaiveRun:
             {
                 "id": row,
                 "prompt_token_ids": tokens[:prompt],
-                "output_len": int(w.num_output_tokens[row]),
+                "output_len": int(w.max_tokens[row]),
+                "stop_at": int(w.num_output_tokens[row]),
                 "priority": int(w.priority[row]),
                 "arrival_time": int(w.arrival_ns[row]),
                 "output_seed": lambda i: tokens[prompt + i],
@@ -201,14 +223,15 @@ class NaiveRun:
                 cached += done
                 pairs += sum(done + i + 1 for i in range(n))
                 self.recomputed[name] += max(0, min(self.high_water.get(name, 0), done + n) - done)
+        self.decoding.update(log["samples"])
         return StepShape(decodes, context, chunks, tokens, cached, pairs, len(log["samples"]))
 
-    def _note_plan(self, log: dict[str, Any], shape: StepShape, step_ns: int) -> None:
+    def _note_plan(self, log: dict[str, Any], shape: StepShape, step_ns: int, decoding: set[int]) -> None:
         resumed = set(log["resumed"])
         self.plans.append(
             {
                 "shape": shape,
-                "chunks": {name: n for name, n in log["scheduled"].items() if name not in self.decoding},
+                "chunks": {name: n for name, n in log["scheduled"].items() if name not in decoding},
                 "blocks": log["blocks"],
                 "admitted": [
                     (n, log["hit_tokens"][n], n in resumed) for n in log["scheduled"] if n in log["hit_tokens"]

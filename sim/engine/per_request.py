@@ -246,7 +246,7 @@ class PerRequestScheduler(Scheduler):
         decodes = context = chunks = tokens = cached = pairs = sampled = 0
         for request, num_tokens, computed, _, samples in plan.chunks:
             progress = self._progress[request]
-            if num_tokens == 1 and computed >= request.num_prefilled_tokens > 0:
+            if num_tokens == 1 and computed >= request.num_start_tokens > 0:
                 decodes += 1
                 context += computed + 1
             else:
@@ -270,7 +270,7 @@ class PerRequestScheduler(Scheduler):
         progress = self._progress[request]
         if request in self.prefilling:
             del self.prefilling[request]
-            request.num_prefilled_tokens = self._num_known(request)
+            request.num_start_tokens = self._num_known(request)
         if self._is_async:
             progress.num_placeholders += 1 + plan.num_drafts.get(request, 0)
             progress.num_drafts = self.config.num_speculative_tokens

@@ -44,7 +44,7 @@ class Request:
         "num_findable_blocks",
         "num_output_tokens",
         "num_owed_tokens",
-        "num_prefilled_tokens",
+        "num_start_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_recomputed_tokens",
@@ -90,8 +90,8 @@ class Request:
         """Output tokens so far; while decoding, those before it began to."""
         self.num_owed_tokens = 0
         """Tokens of steps under way that the decode set does not count for it."""
-        self.num_prefilled_tokens = 0
-        """Known tokens when its latest prefill was complete."""
+        self.num_start_tokens = 0
+        """Known tokens when its latest prefill, or run of decodes, began to yield tokens."""
         self.base = 0
         """Computed tokens; while decoding, computed tokens less the clock of the decode set."""
         self.decoding = False

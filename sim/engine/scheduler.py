@@ -76,9 +76,9 @@ class Scheduler:
         request.status = Status.ABORTED
 
     @property
-    def has_requests(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.running or len(self.waiting))
+    def num_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self.running) + len(self.waiting)
 
     def schedule(self, now_ns: int) -> StepPlan:
         """Decide the next step and hold its blocks.  An empty plan means that nothing can be computed now.
@@ -404,7 +404,6 @@ class Scheduler:
         for chunk in plan.chunks:
             if chunk.samples:
                 del self.prefilling[chunk.request]
-                chunk.request.num_prefilled_tokens = chunk.request.base
                 self._join(chunk.request, plan.number)
         if self._is_async:
             for request in decoding.exhausted():
@@ -425,6 +424,9 @@ class Scheduler:
         if count > 0:
             request.spans.append((request.span_start, count))
             request.num_emitted += count
+        num_scheduled = self.decoding.clock - request.span_start
+        if num_scheduled > 0:
+            request.num_start_tokens = request.base - num_scheduled + 1
         for plan in self._under_way:
             if plan.number >= request.span_start:
                 plan.owed.append(request)
@@ -481,10 +483,17 @@ class Scheduler:
         if request.keys is None or not self.pool.caching:
             return 0
         if self._is_async and request not in self.prefilling:  # its decoded tokens count once they are known
-            num_scheduled = max(self.num_tokens(request) - (not num_scheduled), request.num_prefilled_tokens)
+            num_scheduled = max(self.num_tokens(request) - (not num_scheduled), self._num_start_tokens(request))
         else:
             num_scheduled += self.num_computed_tokens(request)
         return num_scheduled // self.config.block_size
+
+    def _num_start_tokens(self, request: Request) -> int:
+        """Tokens that were known when the first step of its latest run of decodes was scheduled."""
+        num_scheduled = self.decoding.clock - request.span_start
+        if not request.decoding or num_scheduled <= 0:
+            return request.num_start_tokens
+        return self.num_computed_tokens(request) - num_scheduled + 1
 
     def _publish(self, request: Request, num_scheduled: int) -> None:
         """Make the full blocks of the first ``num_scheduled`` tokens findable, as far as others may look for them."""

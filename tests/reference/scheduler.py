@@ -74,6 +74,7 @@ class Req:
         self.tokens = expand_prompt(d)
         self.prompt = len(self.tokens)
         self.max_tokens = d["output_len"]
+        self.stop_at = d.get("stop_at", self.max_tokens)   # an end that only the model knows (EOS)
         self.prio = d.get("priority", 0)
         self.at = d.get("arrival_time", d.get("arrival_step", 0) + i * 1e-6)
         self.salt = d.get("cache_salt")
@@ -351,7 +352,7 @@ class Sim:
                 r.tokens.append(t)
                 r.outs += 1
                 used += 1
-                if len(r.tokens) >= self.mml or r.outs >= r.max_tokens:
+                if len(r.tokens) >= self.mml or r.outs >= r.stop_at:
                     stop = True
                     break
             self.grow_keys(r) if ts else None
