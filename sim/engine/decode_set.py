@@ -94,10 +94,13 @@ class DecodeSet:
         """Those members, in the order of their admission."""
         return self._in_order(self.clock % self._block_size)
 
+    @property
+    def has_eager(self) -> bool:
+        """Whether any member is eager."""
+        return bool(self._eager)
+
     def filling(self, step: int) -> list[Request]:
         """The eager members whose newest block is full after step number ``step``, in the order of their admission."""
-        if not self._eager:
-            return []
         members = self._in_order((step + 1) % self._block_size)
         return [request for request in members if request in self._eager]
 

@@ -107,7 +107,7 @@ class Scheduler:
             if chunk.samples and chunk.request.first_token_ns < 0 and chunk.request.status != Status.ABORTED:
                 chunk.request.first_token_ns = end_ns
         finished = self.decoding.due(self.num_steps_done)
-        if self._is_async:
+        if self._is_async and (plan.owed or self.decoding.has_eager):
             self._settle_late(plan, finished)
         if len(finished) > 1:
             finished.sort(key=_by_order)
@@ -129,6 +129,8 @@ class Scheduler:
             extend_spans(request.spans, plan.number)
             if request.num_emitted >= request.stop_after:
                 finished.append(request)
+        if not self.pool.caching:
+            return
         full = dict.fromkeys([*self.decoding.filling(plan.number), *plan.owed, *finished])
         for request in sorted(full, key=_by_order):
             if request.status == Status.RUNNING and self._is_eager(request):
@@ -448,6 +450,8 @@ class Scheduler:
 
     def _filling(self, plan: StepPlan) -> list[Request]:
         """Decoding requests that may have one more block full of known tokens once this step is scheduled."""
+        if not self.decoding.has_eager:
+            return []
         filling = self.decoding.filling(plan.number)
         if self._is_async:  # the newest token may not be known yet; then the one before it counts
             filling += self.decoding.filling(plan.number - 1)
