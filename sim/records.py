@@ -24,7 +24,7 @@ class Outcome(IntEnum):
     UNFINISHED = 1
     """Still waiting or running when the run ended (a horizon was set, or nothing could move any more)."""
     REJECTED = 2
-    """Refused on arrival, for example because the prompt does not fit max_model_len."""
+    """Refused: on arrival, for example because the prompt does not fit max_model_len, or after too long in a queue."""
     ABORTED = 3
 
 

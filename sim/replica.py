@@ -1,4 +1,4 @@
-"""One engine in simulated time: it sleeps through its steps and wakes up when a request comes."""
+"""One engine in simulated time: it sleeps through its steps and wakes up when a request comes or a wait is over."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from simpy.events import Event
 
 from windtunnel.sim.engine.plan import StepPlan, StepResult
-from windtunnel.sim.engine.protocols import Executor
+from windtunnel.sim.engine.protocols import EngineLoad, Executor, SchedulerProtocol
 from windtunnel.sim.engine.request import Request
-from windtunnel.sim.engine.scheduler import Scheduler
 from windtunnel.sim.log import ReplicaLog
 from windtunnel.sim.world import STEP_END, Occurrence, World
 
@@ -33,7 +32,7 @@ class _Step(NamedTuple):
     start_ns: int
     end_ns: int
     result: StepResult
-    state: tuple[int, int, int, int]
+    load: EngineLoad
 
 
 class Replica:
@@ -46,23 +45,29 @@ class Replica:
         self,
         world: World,
         number: int,
-        scheduler: Scheduler,
+        scheduler: SchedulerProtocol,
         executor: Executor,
         log: ReplicaLog,
         on_finish: Callable[[Request, int], None],
+        on_reject: Callable[[Request, int], None],
     ) -> None:
-        """``on_finish(request, end_ns)`` is called at the end of the step that finished the request."""
+        """``on_finish(request, end_ns)`` is called at the end of the step that completed the answer.
+
+        ``on_reject(request, now_ns)`` is called when the scheduler gives up a request that waited too long.
+        """
         self.number = number
         self.scheduler = scheduler
         self.executor = executor
         self._world = world
         self._log = log
         self._on_finish = on_finish
+        self._on_reject = on_reject
         self.is_stuck = False
         """Whether it gave up because its requests only keep preempting each other."""
         self._num_in_vain = 0  # preemptions since the last step that yielded a token
         self._free_ns = 0  # when the executor has done all that it was given
         self._asleep: Occurrence | None = None
+        self._alarm_ns = -1  # when the latest alarm rings
         world.process(self._serve())
 
     def submit(self, request: Request) -> None:
@@ -71,25 +76,31 @@ class Replica:
         Raises ValueError for a request that the engine refuses.
         """
         self.scheduler.add(request)
-        if self._asleep is not None:
-            self._asleep.fire(0, STEP_END + self.number)
-            self._asleep = None
+        self._wake_up()
+
+    def end_of_input(self) -> None:
+        """No more requests will be submitted."""
+        self.scheduler.end_of_input()
+        self._wake_up()
 
     def _serve(self) -> Generator[Event, Any, None]:
         """The engine's loop: decide while there is room for one more step under way, else wait for the oldest.
 
         Source: vLLM's ``EngineCore.step_with_batch_queue``, of which the synchronous loop is the case of one step.
         """
-        world, scheduler, depth = self._world, self.scheduler, self.scheduler.config.max_steps_under_way
+        world, scheduler, depth = self._world, self.scheduler, self.scheduler.max_steps_under_way
         under_way: deque[_Step | None] = deque()  # None for a decision to compute nothing, which takes a place as well
         now_ns = self._free_ns = world.now_ns  # ahead of the world while nothing can come in or go out
         while self._num_in_vain <= LIVELOCK_PREEMPTIONS:
             step = None
             if scheduler.num_requests:
-                step, is_final = self._decide(now_ns)
-                if is_final and not any(under_way):
+                plan = scheduler.schedule(now_ns)
+                if plan.rejections:
+                    yield from self._reject(plan, now_ns)
+                step = self._begin(plan, now_ns)
+                if step is None and not plan.preemptions and not any(under_way):
                     under_way.clear()
-                    now_ns = yield from self._sleep()
+                    now_ns = yield from self._sleep(scheduler.next_decision_ns(now_ns))
                     continue
                 under_way.append(step)
                 if len(under_way) < depth:
@@ -110,22 +121,26 @@ class Replica:
                 now_ns = yield from self._wait_until(now_ns + RETRY_NS)
         self.is_stuck = True
 
-    def _decide(self, now_ns: int) -> tuple[_Step | None, bool]:
-        """The next step, begun as soon as the executor is free; if it is none, whether asking again is in vain."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        plan = scheduler.schedule(now_ns)
+    def _begin(self, plan: StepPlan, now_ns: int) -> _Step | None:
+        """The step that was decided now, begun as soon as the executor is free; None if nothing is computed."""
         if plan.preemptions:
             self._num_in_vain += len(plan.preemptions)
             self._log.write_preemptions(plan, now_ns)
         if plan.is_empty:
-            return None, not plan.preemptions
+            return None
         if plan.shape.num_sampled:
             self._num_in_vain = 0
-        state = len(scheduler.running), len(scheduler.waiting), pool.num_free, pool.num_free_cached
+        load = self.scheduler.load()
         start_ns = max(now_ns, self._free_ns)
         result = self.executor.execute(plan)
         self._free_ns = start_ns + result.step_ns
-        return _Step(plan, start_ns, self._free_ns, result, state), False
+        return _Step(plan, start_ns, self._free_ns, result, load)
+
+    def _reject(self, plan: StepPlan, now_ns: int) -> Generator[Event, Any, None]:
+        """Tell whom the decision refused, once the world has come to this time."""
+        yield from self._sleep_until(now_ns)
+        for request in plan.rejections:
+            self._on_reject(request, now_ns)
 
     def _end(self, step: _Step) -> None:
         """Tell the scheduler and the log that a step is done."""
@@ -133,13 +148,22 @@ class Replica:
         for request in self.scheduler.commit(step.plan, end_ns, step.result.speculated):
             log.write_spans(request, request.spans)
             self._on_finish(request, end_ns)
-        log.write_step(step.plan, step.start_ns, end_ns, *step.state)
+        log.write_step(step.plan, step.start_ns, end_ns, *step.load)
 
-    def _sleep(self) -> Generator[Event, Any, int]:
-        """Wait until a request comes; returns when that is."""
+    def _sleep(self, alarm_ns: int | None = None) -> Generator[Event, Any, int]:
+        """Wait until a request comes, or until ``alarm_ns``; returns when that is."""
+        if alarm_ns is not None and alarm_ns != self._alarm_ns:
+            self._alarm_ns = alarm_ns
+            self._call_at(alarm_ns, self._wake_up)
         self._asleep = Occurrence(self._world)
         yield self._asleep
         return self._world.now_ns
+
+    def _wake_up(self) -> None:
+        """End the sleep; too early does no harm, since whoever wakes up asks the scheduler what to do."""
+        if self._asleep is not None:
+            self._asleep.fire(0, STEP_END + self.number)
+            self._asleep = None
 
     def _wait_until(self, then_ns: int) -> Generator[Event, Any, int]:
         """Let the time pass; the world is asked only if something happens in it until then."""
@@ -152,3 +176,8 @@ class Replica:
             wake_up = Occurrence(self._world)
             wake_up.fire(then_ns - self._world.now_ns, STEP_END + self.number)
             yield wake_up
+
+    def _call_at(self, then_ns: int, action: Callable[[], None]) -> None:
+        event = Occurrence(self._world)
+        event.callbacks = [lambda _: action()]
+        event.fire(then_ns - self._world.now_ns, STEP_END + self.number)

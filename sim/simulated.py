@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from windtunnel.sim.cost.swap import SwapCost
 from windtunnel.sim.engine.plan import StepPlan, StepResult
 from windtunnel.sim.engine.protocols import CostModel
 
@@ -11,9 +12,26 @@ NS_PER_S = 1_000_000_000
 class SimExecutor:
     """Says how long a step would take, by a cost model; no step is shorter than 1 ns, so time always moves."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, swap: SwapCost | None = None) -> None:
+        """``swap`` prices the copies of schedulers that swap; the others need none."""
         self.cost = cost
+        self.swap = swap
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """The step's duration in whole nanoseconds."""
-        return StepResult(max(1, round(self.cost.step_time_s(plan.shape) * NS_PER_S)))
+        """The step's duration in whole nanoseconds.
+
+        Raises ValueError for a step that swaps blocks when it was not said what that costs.
+        """
+        step_s = self.cost.step_time_s(plan.shape)
+        num_swapped = plan.num_swapped_in_blocks + plan.num_swapped_out_blocks
+        if num_swapped:
+            step_s += self._swap_time_s(num_swapped)
+        return StepResult(max(1, round(step_s * NS_PER_S)))
+
+    def _swap_time_s(self, num_blocks: int) -> float:
+        if self.swap is None:
+            raise ValueError(
+                f"a step swaps {num_blocks} KV blocks, but what that costs was not said: "
+                "run with executor=SimExecutor(cost, SwapCost(block_bytes, bytes_per_s))"
+            )
+        return self.swap.copy_time_s(num_blocks)

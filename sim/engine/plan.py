@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Preemption(NamedTuple):
 
     request: Request
     num_computed_tokens: int
+    """Computed tokens that were thrown away; 0 where they went to the CPU."""
     num_blocks: int
     num_free_blocks: int
     """Free blocks right after."""
@@ -77,6 +78,13 @@ class StepPlan:
     """
 
     __slots__ = ("admissions", "chunks", "grown", "left_out", "number", "owed", "preemptions", "shape")
+
+    rejections: Sequence[Request] = ()
+    """Requests that the decision refused because they had waited too long.  Only some schedulers do that."""
+    num_swapped_in_blocks: int = 0
+    """KV blocks that come back from the CPU before the step.  Only some schedulers do that."""
+    num_swapped_out_blocks: int = 0
+    """KV blocks that go to the CPU before the step."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -13,10 +13,14 @@ class Status(IntEnum):
     WAITING = 0
     """Queued, never admitted."""
     RUNNING = 1
-    PREEMPTED = 2
+    SWAPPED = 2
+    """Its cache is on the CPU."""
+    PREEMPTED = 3
     """Queued again after it lost its cache."""
-    FINISHED = 3
-    ABORTED = 4
+    FINISHED = 4
+    ABORTED = 5
+    REJECTED = 6
+    """Refused because it had waited too long."""
 
 
 class Request:
@@ -114,6 +118,20 @@ class Request:
         self.num_cached_tokens = 0
         self.num_resumed_cached_tokens = 0
         self.num_resumed_query_tokens = 0
+
+    def limit(self, max_model_len: int) -> None:
+        """Cut its answer to what ``max_model_len`` leaves room for.
+
+        Raises ValueError for a prompt that vLLM's API refuses because it leaves no room for an answer.
+        """
+        room = max_model_len - self.num_prompt_tokens
+        if room < 1:
+            raise ValueError(
+                f"request {self.request_id}: a prompt of {self.num_prompt_tokens} tokens leaves no room for an answer "
+                f"within max_model_len ({max_model_len}): shorten it or raise max_model_len"
+            )
+        self.stop_after = min(self.num_output_tokens, room)
+        self.may_emit = min(self.max_tokens, room)
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.name.lower()})"

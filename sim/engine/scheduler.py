@@ -8,11 +8,13 @@ were checked step by step against decisions recorded from the real scheduler (``
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from windtunnel.sim.engine.blocks import BlockPool
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.decode_set import DecodeSet
 from windtunnel.sim.engine.plan import Admission, Chunk, Preemption, Speculated, StepPlan, StepShape
+from windtunnel.sim.engine.protocols import EngineLoad
 from windtunnel.sim.engine.queues import FcfsQueue, PriorityQueue, WaitingQueue
 from windtunnel.sim.engine.request import Request, Status
 
@@ -55,14 +57,7 @@ class Scheduler:
 
         Raises ValueError for a prompt that vLLM's API refuses because it leaves no room for an answer.
         """
-        room = self.config.max_model_len - request.num_prompt_tokens
-        if room < 1:
-            raise ValueError(
-                f"request {request.request_id}: a prompt of {request.num_prompt_tokens} tokens leaves no room for an "
-                f"answer within max_model_len ({self.config.max_model_len}): shorten it or raise max_model_len"
-            )
-        request.stop_after = min(request.num_output_tokens, room)
-        request.may_emit = min(request.max_tokens, room)
+        request.limit(self.config.max_model_len)
         self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
@@ -79,6 +74,28 @@ class Scheduler:
     def num_requests(self) -> int:
         """Requests that wait or run."""
         return len(self.running) + len(self.waiting)
+
+    @property
+    def max_steps_under_way(self) -> int:
+        """Steps that may be decided and not committed at once."""
+        return self.config.max_steps_under_way
+
+    def requests(self) -> Iterator[Request]:
+        """All requests: the running in the order of admission, then the waiting in theirs."""
+        yield from self.running
+        yield from self.waiting
+
+    def load(self) -> EngineLoad:
+        """How full the engine is."""
+        pool = self.pool
+        return EngineLoad(len(self.running), len(self.waiting), pool.num_free, pool.num_free_cached)
+
+    def end_of_input(self) -> None:
+        """Nobody waits for company here."""
+
+    def next_decision_ns(self, now_ns: int) -> None:  # noqa: ARG002
+        """Time alone changes nothing."""
+        return
 
     def schedule(self, now_ns: int) -> StepPlan:
         """Decide the next step and hold its blocks.  An empty plan means that nothing can be computed now.
@@ -294,6 +311,11 @@ class Scheduler:
         if num_tokens:
             plan.chunks = [chunk for chunk in plan.chunks if chunk.request is not victim]
             plan.grown = [request for request in plan.grown if request is not victim]
+        self._preempt(plan, victim, num_tokens, for_request)
+        return num_tokens
+
+    def _preempt(self, plan: StepPlan, victim: Request, num_tokens: int, for_request: Request) -> None:
+        """Throw away what a running request has computed; ``num_tokens`` more had been scheduled in this step."""
         computed = self.num_computed_tokens(victim)
         num_blocks = len(victim.block_ids)
         # A block counts as cached from the moment it is scheduled, even if the step then never computes it.
@@ -306,7 +328,6 @@ class Scheduler:
         victim.status = Status.PREEMPTED
         self.waiting.put_back(victim)
         plan.preemptions.append(Preemption(victim, computed, num_blocks, self.pool.num_free, for_request))
-        return num_tokens
 
     # -- who of the waiting is let in
 
