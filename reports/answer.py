@@ -1,4 +1,7 @@
-"""The answer of a run in a few sentences: did it keep up, what did clients see, what was scarce, what to try."""
+"""The answer of a run in a few sentences: did it keep up, what did clients see, what was scarce.
+
+Facts only: what another setting would do, a run with that setting says.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from windtunnel.reports.causes import CAUSE_WORDS, WaitCause, shares_of_waiting
+from windtunnel.reports.reasons import slow_tokens, waiting
 from windtunnel.reports.text import measured_value
-from windtunnel.reports.words import count, milliseconds, percent, plural
-from windtunnel.sim.metrics import Summary, Verdict
+from windtunnel.reports.words import count, milliseconds, percent, plural, verb
+from windtunnel.sim.metrics import SloResult, Summary, Verdict
+from windtunnel.sim.metrics.summary import percent_word
 from windtunnel.sim.records import Records
 
-NOTEWORTHY_WAIT_SHARE = 0.1
-"""Mean queue time over mean E2EL from which on the queue is worth a sentence."""
+TONES = {
+    Verdict.STABLE: "good",
+    Verdict.BACKLOGGED: "note",
+    Verdict.OVERLOADED: "bad",
+    Verdict.STALLED: "bad",
+    Verdict.TOO_SHORT: "note",
+}
 
 
 class Answer(NamedTuple):
@@ -21,36 +30,90 @@ class Answer(NamedTuple):
 
     headline: str
     sentences: tuple[str, ...]
+    tone: str
+    """good, note or bad: whether the headline is good news."""
 
 
 def answer(records: Records, summary: Summary) -> Answer:
     """What a reader wants to know first."""
-    sentences = (_latencies(summary), _objectives(summary), _scarcity(records, summary), _preemptions(records, summary))
-    return Answer(_headline(summary), tuple(sentence for sentence in sentences if sentence))
+    missed = _missed(summary)
+    sentences = (
+        _peak(summary),
+        _latencies(summary),
+        _objectives(summary),
+        *waiting(records, missed),
+        slow_tokens(records, missed),
+        _preemptions(records, summary),
+    )
+    tone = "bad" if missed else TONES[summary.stability.verdict]
+    return Answer(_headline(summary), tuple(sentence for sentence in sentences if sentence), tone)
+
+
+def _missed(summary: Summary) -> list[SloResult]:
+    return [result for result in summary.slo if not result.passed]
+
+
+# --- headline
 
 
 def _headline(summary: Summary) -> str:
     stability = summary.stability
-    offered = f"{count(summary.request_rate)} requests/s" if summary.request_rate else "all requests at once"
-    clients = plural(summary.max_concurrency or 0, "client")
+    misses = _misses(summary)
     match stability.verdict:
-        case Verdict.STABLE if summary.max_concurrency is not None:
-            return f"Stable: {clients} in a closed loop are served as fast as they ask."
         case Verdict.STABLE:
-            return f"Stable: it keeps up with {offered}."
-        case Verdict.BACKLOGGED if summary.request_rate is None and summary.max_concurrency is not None:
-            return f"Backlogged: {clients} ask for more at once than the engine can run."
-        case Verdict.BACKLOGGED if summary.request_rate is None:
-            return (
-                f"One burst: {summary.num_prompts:,} requests at once took {milliseconds(1000 * summary.duration_s)}."
-            )
+            return f"{_kept_up(summary)}, but it misses {misses}." if misses else f"Stable: {_kept_up(summary)}."
         case Verdict.BACKLOGGED:
-            return f"Backlogged: it keeps up with {offered}, but not without a queue."
+            return f"{_backlog(summary)}{f', and it misses {misses}' if misses else ''}."
         case Verdict.OVERLOADED:
-            return f"Overloaded: {offered} come in, {count(stability.completion_rate)}/s get done."
+            return f"Overloaded: {_offered(summary)} come in, {count(stability.completion_rate)}/s get done."
         case Verdict.STALLED:
             return "Stalled: the queue's first request can never be scheduled."
     return "Too short to say whether it keeps up."
+
+
+def _misses(summary: Summary) -> str:
+    missed = _missed(summary)
+    if len(missed) == 1:
+        return missed[0].slo.text
+    if missed and len(missed) == len(summary.slo):
+        return "both objectives" if len(missed) == 2 else f"all {len(missed)} objectives"
+    return f"{len(missed)} of {len(summary.slo)} objectives" if missed else ""
+
+
+def _offered(summary: Summary) -> str:
+    return f"{count(summary.request_rate)} requests/s" if summary.request_rate else "all requests at once"
+
+
+def _clients(summary: Summary) -> str:
+    return plural(summary.max_concurrency or 0, "client")
+
+
+def _kept_up(summary: Summary) -> str:
+    if summary.max_concurrency is None:
+        kept = f"it keeps up with {_offered(summary)}"
+    else:
+        kept = f"{_clients(summary)} in a closed loop are served as fast as they ask"
+    return f"{kept[0].upper()}{kept[1:]}" if _missed(summary) else kept
+
+
+def _backlog(summary: Summary) -> str:
+    stability = summary.stability
+    if summary.request_rate is None and summary.max_concurrency is not None:
+        return f"Backlogged: {_clients(summary)} ask for more at once than the engine can run"
+    if summary.request_rate is None:
+        many = plural(summary.num_prompts, "request")
+        return f"One burst: {many} at once took {milliseconds(1000 * summary.duration_s)}"
+    if stability.has_peak:
+        return "Backlogged: at the peak more came than it could serve"
+    return f"Backlogged: it keeps up with {_offered(summary)}, but not without a queue"
+
+
+# --- what clients saw, and what was lost
+
+
+def _peak(summary: Summary) -> str:
+    reason = summary.stability.reason
+    return f"{reason[0].upper()}{reason[1:]}." if summary.stability.has_peak else ""
 
 
 def _latencies(summary: Summary) -> str:
@@ -60,52 +123,49 @@ def _latencies(summary: Summary) -> str:
     high = summary.percentiles[-1] if summary.percentiles else None
     text = f"Half of the requests had their first token within {milliseconds(first.median_ms)}"
     if high is not None:
-        text += f", {high:g} % within {milliseconds(first.percentile_ms(high))}"
+        text += f", {percent_word(high)} % within {milliseconds(first.percentile_ms(high))}"
     text += f", then a token every {milliseconds(gap.mean_ms)}" if gap.count else ""
-    return f"{text}. In a longer run these would be higher." if not summary.stability.is_steady else f"{text}."
+    match summary.stability.verdict:
+        case Verdict.OVERLOADED:
+            return f"{text}. In a longer run these would be higher."
+        case Verdict.TOO_SHORT:
+            return f"{text}. In a longer run these would differ."
+    return f"{text}."
 
 
 def _objectives(summary: Summary) -> str:
     if not summary.slo:
         return ""
-    missed = [result for result in summary.slo if not result.passed]
+    missed = _missed(summary)
     if not missed:
         return {1: "The objective is kept.", 2: "Both objectives are kept."}.get(
             len(summary.slo), f"All {len(summary.slo)} objectives are kept."
         )
-    listed = ", ".join(f"{result.slo.text} (measured {measured_value(result)})" for result in missed)
+    listed = ", ".join(f"{result.slo.text} (measured {measured_value(result)}{_but(result)})" for result in missed)
     return f"{len(missed)} of {plural(len(summary.slo), 'objective')} missed: {listed}."
 
 
-def _scarcity(records: Records, summary: Summary) -> str:
-    queued, total = summary.queue_time.mean_ms, summary.e2el.mean_ms
-    shares = shares_of_waiting(records)
-    if not shares or not queued or not total or queued < NOTEWORTHY_WAIT_SHARE * total:
-        return "Hardly anything waited in the queue: neither seats, KV blocks nor the token budget were short."
-    cause, share = next(iter(shares.items()))
-    text = f"Requests waited {milliseconds(queued)} in the queue on average, {percent(share)} of it because "
-    text += CAUSE_WORDS[cause]
-    if cause is WaitCause.SEATS and summary.kv.usage_peak is not None and summary.kv.usage_peak < 0.9:
-        seats = max(replica.max_num_seqs for replica in records.replicas)
-        free = percent(1 - summary.kv.usage_peak)
-        return f"{text} ({seats:,}); at least {free} of the KV cache stayed free, so a higher max_num_seqs can help."
-    return f"{text}."
+def _but(result: SloResult) -> str:
+    """Why an objective counts as missed whose number looks kept."""
+    looks_kept = result.measured is not None and result.slo.holds(result.measured)
+    return f", but {result.note}" if looks_kept and result.note else ""
 
 
 def _preemptions(records: Records, summary: Summary) -> str:
     stats = summary.preemption
     if not stats.num_preemptions:
         return "No request was preempted."
+    twice = stats.recomputed_prefill_tokens
     text = (
         f"{plural(stats.num_preemptions, 'preemption')} hit {plural(stats.num_preempted_requests, 'request')}: "
-        f"{stats.recomputed_prefill_tokens:,} tokens were computed twice, {percent(stats.recomputed_share)} of all "
-        "prefill work."
+        f"{plural(twice, 'token')} {verb(twice, 'was', 'were')} computed again, {percent(stats.recomputed_share)} of "
+        "all prefill work."
     )
     fits = requests_that_fit(records)
     if fits and summary.load.num_running_peak > fits:
         text += (
-            f" The KV cache holds about {plural(fits, 'request')} of full length, up to "
-            f"{summary.load.num_running_peak:,} ran at once: try a larger cache, or max_num_seqs near {fits:,}."
+            f" The KV cache holds about {plural(fits, 'request')} of full length; up to "
+            f"{summary.load.num_running_peak:,} ran at once."
         )
     return text
 

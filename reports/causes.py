@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from windtunnel.reports.words import count, nanoseconds, percent, plural
+from windtunnel.sim.metrics.latency import BoolArray, FloatArray, stall_gaps
 from windtunnel.sim.metrics.load import num_tokens
 from windtunnel.sim.records import IntArray, Outcome, Records, ReplicaRecords
 
@@ -63,10 +66,115 @@ def shares_of_waiting(records: Records) -> dict[WaitCause, float]:
         weights = (steps.end_ns - steps.start_ns) * steps.num_waiting.astype(np.float64)
         for cause, total in enumerate(np.bincount(causes, weights, minlength=len(WaitCause)).tolist()):
             spent[WaitCause(cause)] += total
-    spent[WaitCause.KV_CACHE] += spent.pop(WaitCause.PREEMPTION)
-    whole = sum(spent.values())
-    shares = {cause: total / whole for cause, total in spent.items() if total > 0} if whole else {}
+    return _shares(spent)
+
+
+def shares_of_queue_time(records: Records, rows: IntArray) -> dict[WaitCause, float]:
+    """Shares of the time that these requests spent in the engine's queue, by cause, largest first.
+
+    Besides what ``shares_of_waiting`` knows there is the step in progress when a request came.
+    """
+    table, spent = records.requests, dict.fromkeys(WaitCause, 0.0)
+    for number, replica in enumerate(records.replicas):
+        here = rows[(table.replica[rows] == number) & (table.arrival_ns[rows] >= 0)]
+        until = np.where(table.scheduled_ns[here] < 0, records.end_ns, table.scheduled_ns[here])
+        causes = wait_causes(replica)
+        for cause in WaitCause:
+            passed = _Passed(replica, causes == cause)
+            spent[cause] += float((passed.until(until) - passed.until(table.arrival_ns[here])).sum())
+    return _shares(spent)
+
+
+def _shares(spent: Mapping[WaitCause, float]) -> dict[WaitCause, float]:
+    """Waiting because a step preempted counts as waiting for KV blocks: that is why it preempted."""
+    merged = {cause: total for cause, total in spent.items() if cause is not WaitCause.PREEMPTION}
+    merged[WaitCause.KV_CACHE] += spent[WaitCause.PREEMPTION]
+    whole = sum(merged.values())
+    shares = {cause: total / whole for cause, total in merged.items() if total > 0} if whole else {}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+class _Passed:
+    """How much time has passed in the chosen steps of a replica, at any time."""
+
+    def __init__(self, replica: ReplicaRecords, chosen: BoolArray) -> None:
+        steps = replica.steps
+        done = np.cumsum(np.where(chosen, steps.end_ns - steps.start_ns, 0))
+        self._times = np.column_stack((steps.start_ns, steps.end_ns)).ravel()
+        self._done = np.column_stack((np.concatenate(([0], done[:-1])) if len(done) else done, done)).ravel()
+
+    def until(self, time_ns: IntArray) -> FloatArray:
+        """In nanoseconds."""
+        if not len(self._times):
+            return np.zeros(len(time_ns))
+        passed: FloatArray = np.interp(time_ns, self._times, self._done)
+        return passed
+
+
+class PrefillWork(NamedTuple):
+    """What the steps computed in which requests had their prompts computed, means per request."""
+
+    own_tokens: float
+    other_tokens: float
+    """Prompt tokens of other requests."""
+
+
+def prefill_work(records: Records, rows: IntArray) -> PrefillWork | None:
+    """Prompt tokens that the steps from the start to the first token of these requests computed; None for none."""
+    table = records.requests
+    rows = rows[(table.first_token_ns[rows] >= 0) & (table.num_preemptions[rows] == 0)]
+    if not len(rows):
+        return None
+    own = table.num_prompt_tokens[rows] - table.num_cached_tokens[rows]
+    both = np.zeros(len(rows), np.int64)
+    for number, replica in enumerate(records.replicas):
+        here = table.replica[rows] == number
+        first, behind = _steps_until_first_token(records, replica, rows[here])
+        computed = np.concatenate(([0], np.cumsum(replica.steps.prefill_tokens)))
+        both[here] = computed[behind] - computed[first]
+    return PrefillWork(float(own.mean()), float((both - own).clip(min=0).mean()))
+
+
+def _steps_until_first_token(records: Records, replica: ReplicaRecords, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """The step that started each of these requests, and the one behind the step that gave its first token."""
+    table, start_ns = records.requests, replica.steps.start_ns
+    reached = np.where(table.first_token_ns[rows] < 0, records.end_ns, table.first_token_ns[rows])
+    return np.searchsorted(start_ns, table.scheduled_ns[rows], "left"), np.searchsorted(start_ns, reached, "left")
+
+
+class SlowGaps(NamedTuple):
+    """The gaps between tokens that were longer than a limit, and what made them so."""
+
+    num_gaps: int
+    """All gaps between tokens, of all requests."""
+    num_slow: int
+    stalled_share: float
+    """Share of the slow ones that were the stall of a preempted request."""
+    prefill_share: float
+    """Share of the slow ones whose step computed prompts, too."""
+    prefill_tokens: float | None
+    """Prompt tokens in such a step, mean over those gaps."""
+
+
+def slow_gaps(records: Records, limit_ns: float) -> SlowGaps:
+    """Looks at the gaps between the tokens of all requests, finished or not."""
+    num, slow, stalled, mixed, tokens = 0, 0, 0, 0, 0.0
+    for replica in records.replicas:
+        steps, spans = replica.steps, replica.spans
+        first, last = spans.first_step, spans.first_step + spans.count - 1
+        covering = np.cumsum(np.bincount(first, minlength=len(steps)) - np.bincount(last, minlength=len(steps)))[:-1]
+        is_slow = np.diff(steps.end_ns) > limit_ns
+        prefill = steps.prefill_tokens[1:]
+        stalls = stall_gaps(steps.end_ns, first, last, spans.request)
+        num += int(covering.sum()) + len(stalls)
+        stalled += int((stalls > limit_ns).sum())
+        slow += int(covering[is_slow].sum())
+        mixed += int(covering[is_slow & (prefill > 0)].sum())
+        tokens += float(np.dot(covering[is_slow], prefill[is_slow]))
+    all_slow = slow + stalled
+    return SlowGaps(
+        num, all_slow, stalled / max(all_slow, 1), mixed / max(all_slow, 1), tokens / mixed if mixed else None
+    )
 
 
 class Causes:
@@ -97,9 +205,18 @@ class Causes:
         if table.arrival_ns[row] < 0:
             return "never sent: the run ended before its turn"
         parts = [*self._client(row), *self._queue(row), *self._prefill(row), *self._stalls(row), *self._decode(row)]
-        total = max(sum(time_ns for time_ns, _ in parts), 1)
-        told = [text for time_ns, text in sorted(parts, key=lambda part: -part[0]) if time_ns >= 0.1 * total]
-        return "; ".join(told or [text for _, text in parts[:1]]) + self._ending(row)
+        return _largest(parts) + self._ending(row)
+
+    def why_first_token(self, row: int) -> str:
+        """Where the time from sending a request to its first token went, the larger part first.
+
+        The wait at the client, and all that came after the first token, are not part of it.
+        """
+        table = self._records.requests
+        if table.arrival_ns[row] < 0 or table.outcome[row] == Outcome.REJECTED:
+            return self.why(row)
+        ending = "" if table.first_token_ns[row] >= 0 else " (without a token until the end of the run)"
+        return _largest([*self._queue(row), *self._prefill(row)]) + ending
 
     def _ending(self, row: int) -> str:
         outcome = Outcome(int(self._records.requests.outcome[row]))
@@ -123,19 +240,48 @@ class Causes:
         main = WaitCause(int(by_cause.argmax()))
         share = by_cause[main] / max(by_cause.sum(), 1)
         most = "" if share > 0.9 else f" ({percent(share)} of that)"
-        return [(end - start, f"queued {nanoseconds(end - start)}: {CAUSE_WORDS[main]}{most}")]
+        computed = int(steps.prefill_tokens[low:high].sum()) if main is WaitCause.STEP else 0
+        held = f", it computed {plural(computed, 'prompt token')} of others" if computed else ""
+        return [(end - start, f"queued {nanoseconds(end - start)}: {CAUSE_WORDS[main]}{most}{held}")]
 
     def _prefill(self, row: int) -> list[tuple[int, str]]:
         table = self._records.requests
         start, end = int(table.scheduled_ns[row]), self._time(int(table.first_token_ns[row]))
         if start < 0:
             return []
-        steps = self._records.replicas[max(int(table.replica[row]), 0)].steps
-        num_steps = int(np.searchsorted(steps.start_ns, end, "left") - np.searchsorted(steps.start_ns, start, "left"))
         cached = int(table.num_cached_tokens[row])
-        known = f", {cached:,} of them cached" if cached else ""
-        prompt = f"{int(table.num_prompt_tokens[row]):,} prompt tokens{known}"
-        return [(end - start, f"prefill of {prompt} took {nanoseconds(end - start)} over {plural(num_steps, 'step')}")]
+        known = f", {cached:,} of them cached," if cached else ""
+        prompt = f"{plural(int(table.num_prompt_tokens[row]), 'prompt token')}{known}"
+        told = f"prefill of {prompt} took {nanoseconds(end - start)} over {self._steps_of_prefill(row)}"
+        return [(end - start, told)]
+
+    def _steps_of_prefill(self, row: int) -> str:
+        """The steps until the first token, and what else they computed or what went wrong."""
+        table = self._records.requests
+        replica = self._records.replicas[max(int(table.replica[row]), 0)]
+        first, behind = _steps_until_first_token(self._records, replica, np.array([row]))
+        steps = slice(int(first[0]), int(behind[0]))
+        number = plural(steps.stop - steps.start, "step")
+        lost, times = self._lost_before_first_token(row)
+        if times:
+            return f"{number}: preempted {often(times)}, it lost {plural(lost, 'computed token')} and waited again"
+        if table.first_token_ns[row] < 0:
+            return number
+        own = int(table.num_prompt_tokens[row] - table.num_cached_tokens[row])
+        others = int(replica.steps.prefill_tokens[steps].sum()) - own
+        decodes = int(replica.steps.num_decode_seqs[steps].max(initial=0))
+        also = [f"{plural(others, 'prompt token')} of others"] if others > 0 else []
+        also += [f"{decodes:,} decoding"] if decodes and not also else []
+        return f"{number} with {also[0]}" if also else number
+
+    def _lost_before_first_token(self, row: int) -> tuple[int, int]:
+        """Computed tokens lost by preemptions before the first token, and how many those were."""
+        table = self._records.requests
+        if not table.num_preemptions[row]:
+            return 0, 0
+        lost = self._records.replicas[max(int(table.replica[row]), 0)].preemptions
+        mine = (lost.request == table.request[row]) & (lost.time_ns < self._time(int(table.first_token_ns[row])))
+        return int(lost.num_computed_tokens[mine].sum()), int(mine.sum())
 
     def _stalls(self, row: int) -> list[tuple[int, str]]:
         table = self._records.requests
@@ -145,8 +291,7 @@ class Causes:
         gaps = self._gaps(row)
         stalled_ns, lost = int(gaps.sum()), int(table.num_recomputed_tokens[row])
         silent = f", {nanoseconds(stalled_ns)} without a token" if stalled_ns else ", before its first token"
-        often = "once" if times == 1 else f"{times} times"
-        return [(max(stalled_ns, 1), f"preempted {often}: {lost:,} tokens recomputed{silent}")]
+        return [(max(stalled_ns, 1), f"preempted {often(times)}: {plural(lost, 'token')} recomputed{silent}")]
 
     def _decode(self, row: int) -> list[tuple[int, str]]:
         table = self._records.requests
@@ -156,7 +301,8 @@ class Causes:
         gaps = self._gaps(row)
         flowing_ns = self._time(int(table.finish_ns[row])) - first - int(gaps.sum())
         each = nanoseconds(flowing_ns / max(num_tokens_out - 1 - len(gaps), 1))
-        return [(flowing_ns, f"{count(num_tokens_out)} output tokens at {each} each took {nanoseconds(flowing_ns)}")]
+        told = f"{count(num_tokens_out)} output tokens at {each} each took {nanoseconds(flowing_ns)}"
+        return [(flowing_ns, told)]
 
     def _gaps(self, row: int) -> IntArray:
         """Time between the last token before and the first after each preemption."""
@@ -169,6 +315,18 @@ class Causes:
 
     def _time(self, time_ns: int) -> int:
         return self._records.end_ns if time_ns < 0 else time_ns
+
+
+def _largest(parts: list[tuple[int, str]]) -> str:
+    """What took at least a tenth of the time, the longest first."""
+    total = max(sum(time_ns for time_ns, _ in parts), 1)
+    told = [text for time_ns, text in sorted(parts, key=lambda part: -part[0]) if time_ns >= 0.1 * total]
+    return "; ".join(told or [text for _, text in parts[:1]])
+
+
+def often(times: int) -> str:
+    """``once``, ``twice``, ``3 times``."""
+    return {1: "once", 2: "twice"}.get(times, f"{times:,} times")
 
 
 def _overlap(start_ns: IntArray, end_ns: IntArray, low: int, high: int) -> IntArray:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from windtunnel.reports.words import percent, plural
+from windtunnel.reports.causes import often
+from windtunnel.reports.words import digits, percent, plural, verb
 from windtunnel.sim.metrics import Summary
 from windtunnel.sim.metrics.latency import (
     NS_PER_S,
@@ -49,6 +50,8 @@ class Figure:
     layout: dict[str, Any]
     half: bool = False
     """Whether two of them stand side by side on a wide page."""
+    tall: bool = False
+    """Whether it holds two plots, one above the other."""
 
     def for_page(self) -> dict[str, Any]:
         """What the page needs to draw it."""
@@ -162,7 +165,7 @@ def queue_figure(records: Records, axis: Axis) -> Figure:
 
 
 def tokens_figure(records: Records, axis: Axis) -> Figure:
-    """Tokens computed in a step, decode and prefill stacked, against the budget."""
+    """Tokens computed in an average step, decode and prefill stacked; above it the largest steps against the budget."""
     steps = [replica.steps for replica in records.replicas]
     decode, prefill, most = _tokens_by_interval(steps, axis)
     times = _middles(axis.edges(NUM_BUCKETS), axis)
@@ -172,18 +175,21 @@ def tokens_figure(records: Records, axis: Axis) -> Figure:
         {**stack, "x": _floats(times), "y": _floats(decode), "name": "decode", "fillcolor": "@green/70"},
         {**stack, "x": _floats(times), "y": _floats(prefill), "name": "prefill", "fillcolor": "@orange/70"},
     ]
-    data[0]["hovertemplate"] = data[1]["hovertemplate"] = "%{y:.4~g} tokens"
-    largest: Trace = {"x": _floats(times), "y": _floats(most), "name": "largest step", "mode": "lines"}
+    data[0]["hovertemplate"] = data[1]["hovertemplate"] = "%{y:,.4~r} tokens"
+    largest: Trace = {"x": _floats(times), "y": _floats(most), "name": "largest step", "mode": "lines", "yaxis": "y2"}
     data.append({**largest, "line": {"color": "@grey", "width": 1}, "hovertemplate": "%{y:,.0f} tokens"})
-    data.append(_limit(axis, budget, f"budget ({budget:,})"))
+    data.append(_limit(axis, budget, f"budget ({budget:,})") | {"yaxis": "y2"})
     caption = (
-        f"Tokens of an average step in each of {NUM_BUCKETS} equal intervals (stacked) and of the largest step there. "
-        "Decode takes one token for every running request; prompts fill up the rest of max_num_batched_tokens in "
-        "chunks. Steps at the budget are long, and every running request waits for them"
+        f"Below: tokens of an average step in each of {NUM_BUCKETS} equal intervals (stacked); above, on a scale of "
+        "its own, the largest step there. Decode takes one token for every running request; prompts fill up the rest "
+        "of max_num_batched_tokens in chunks. Steps at the budget are long, and every running request waits for them"
     )
     caption += _at_budget(records)
-    y = {"title": "tokens per step", "rangemode": "tozero"}
-    return Figure("tokens", "Tokens per step", caption + _many(records), data, _layout(axis.title, y))
+    y = {"title": "tokens of a mean step", "rangemode": "tozero", "domain": [0, 0.6]}
+    layout = _layout(axis.title, y)
+    layout["yaxis2"] = {"title": "largest step", "rangemode": "tozero", "domain": [0.68, 1], "nticks": 4}
+    layout["xaxis"]["anchor"] = "y"
+    return Figure("tokens", "Tokens per step", caption + _many(records), data, layout, tall=True)
 
 
 def latency_over_time_figure(records: Records, latencies: RequestLatencies, axis: Axis) -> Figure:
@@ -237,21 +243,24 @@ def _distribution(name: str, title: str, values: Sample, of: str, summary: Summa
         "name": name.upper(),
     }
     curve |= {"line": {"color": "@blue", "width": 2.5}, "showlegend": False}
-    curve["hovertemplate"] = f"%{{y:.4~g}} % within %{{x:.4~g}} {unit}<extra></extra>"
+    curve["hovertemplate"] = f"%{{y:,.4~r}} % within %{{x:,.4~r}} {unit}<extra></extra>"
     limits = _limits_of(name, summary, scale, unit)
     x_axis: dict[str, Any] = {"title": f"{name.upper()} ({unit})", "rangemode": "tozero"}
-    low, high = values.percentile(1) or 0.0, values.percentile(100) or 0.0
-    if low > 0 and high > 30 * low:
+    is_log = _is_wide(values)
+    if is_log:
+        low, high = values.percentile(0) or 0.0, values.percentile(100) or 0.0
         x_axis |= _log_axis(low / scale, high / scale) | {"rangemode": "normal"}
-    marks = [_quantile_mark(values, level, scale, unit, log="type" in x_axis) for level in (50, 99)]
     layout = _layout(None, {"title": f"share of {of} (%)", "range": [0, 112], "tickvals": [0, 25, 50, 75, 100]})
     layout["xaxis"] |= x_axis
-    layout["shapes"], layout["annotations"] = [], []
-    for limit, text in limits:
-        layout["shapes"].append(_limit_shape(limit))
-        layout["annotations"].append(_limit_label(limit, text, log=x_axis.get("type") == "log"))
+    quantiles = {level: (values.percentile(level) or 0.0) / scale for level in (50, 99)}
+    layout["shapes"] = [_limit_shape(limit) for limit, _ in limits]
+    layout["annotations"] = [_limit_label(limit, text, log=is_log) for limit, text in limits]
+    layout["annotations"] += [
+        _quantile_label(level, value, f"P{level} {digits(value, 4)} {unit}", log=is_log)
+        for level, value in quantiles.items()
+    ]
     caption = f"{values.count:,} {of}. The curve says which share had at most the latency below it."
-    return Figure(f"cdf-{name}", title, caption, [curve, *marks], layout, half=True)
+    return Figure(f"cdf-{name}", title, caption, [curve, _quantile_marks(quantiles)], layout, half=True)
 
 
 def _limits_of(name: str, summary: Summary, scale: float, unit: str) -> list[tuple[float, str]]:
@@ -266,7 +275,7 @@ def _limits_of(name: str, summary: Summary, scale: float, unit: str) -> list[tup
 
 
 def _short(limit_ms: float, unit: str) -> str:
-    return f"{limit_ms / 1000:g} s" if unit == "s" else f"{limit_ms:g} ms"
+    return f"{digits(limit_ms / 1000, 9)} s" if unit == "s" else f"{digits(limit_ms, 9)} ms"
 
 
 def _limit_shape(limit: float) -> dict[str, Any]:
@@ -275,23 +284,42 @@ def _limit_shape(limit: float) -> dict[str, Any]:
 
 
 def _limit_label(limit: float, text: str, *, log: bool) -> dict[str, Any]:
-    place = float(np.log10(limit)) if log and limit > 0 else limit
-    label = {"x": place, "yref": "paper", "y": 0.02, "text": text, "showarrow": False, "textangle": -90}
+    label = {
+        "x": _place(limit, log=log),
+        "yref": "paper",
+        "y": 0.02,
+        "text": text,
+        "showarrow": False,
+        "textangle": -90,
+    }
     return label | {"xanchor": "right", "yanchor": "bottom", "font": {"color": "@vermillion", "size": 12}}
 
 
-def _quantile_mark(values: Sample, level: int, scale: float, unit: str, *, log: bool) -> Trace:
-    """A point on the curve with its value, on the side where there is room for it."""
-    low, value, high = (values.percentile(percent) or 0.0 for percent in (0, level, 100))
-    share = np.log(value / max(low, 1)) / np.log(high / max(low, 1)) if log and value > 0 else value / max(high, 1)
-    side = "left" if share > 0.6 else "right"
-    x = _round([(values.percentile(level) or 0.0) / scale])
-    text = f"P{level} {x[0]:.4g} {unit}"
+def _quantile_marks(quantiles: dict[int, float]) -> Trace:
+    """Points on the curve at these levels."""
     return {
-        "x": x, "y": [level], "mode": "markers+text", "text": [text], "showlegend": False, "hoverinfo": "skip",
-        "textposition": f"{'bottom' if level == 50 and side == 'right' else 'top'} {side}", "cliponaxis": False,
-        "marker": {"color": "@blue", "size": 9, "symbol": "circle"}, "textfont": {"color": "@text", "size": 12},
+        "x": _round(list(quantiles.values())), "y": list(quantiles), "mode": "markers", "showlegend": False,
+        "hoverinfo": "skip", "cliponaxis": False, "marker": {"color": "@blue", "size": 9, "symbol": "circle"},
     }  # fmt: skip
+
+
+def _quantile_label(level: int, value: float, text: str, *, log: bool) -> dict[str, Any]:
+    """The value at a level, left of its point and above the curve, on a ground that hides the lines of limits."""
+    return {
+        "x": _place(value, log=log), "y": level, "text": text, "showarrow": False, "bgcolor": "@paper", "borderpad": 2,
+        "xanchor": "right", "xshift": -6, "yanchor": "bottom", "yshift": 3, "font": {"color": "@text", "size": 12},
+    }  # fmt: skip
+
+
+def _place(value: float, *, log: bool) -> float:
+    """Where plotly puts an annotation: logarithmic axes take the logarithm."""
+    return float(np.log10(value)) if log and value > 0 else value
+
+
+def _is_wide(values: Sample) -> bool:
+    """Whether a linear axis would squeeze most of the values into its beginning."""
+    low, median, high = (values.percentile(percent) or 0.0 for percent in (0, 50, 100))
+    return low > 0 and high > 5 * median
 
 
 def _levels(num_values: int) -> list[float]:
@@ -303,16 +331,22 @@ def _levels(num_values: int) -> list[float]:
 
 def preemption_figure(records: Records) -> Figure:
     """How many requests were preempted how often."""
-    often = np.bincount(records.requests.num_preemptions)
-    never = int(often[0])
+    frequency = np.bincount(records.requests.num_preemptions)
+    never = int(frequency[0])
     bars = {
-        "type": "bar", "x": list(range(1, len(often))), "y": often[1:].tolist(), "text": often[1:].tolist(),
+        "type": "bar", "x": list(range(1, len(frequency))), "y": frequency[1:].tolist(), "text": frequency[1:].tolist(),
         "marker": {"color": "@purple"}, "name": "requests", "showlegend": False, "textposition": "outside",
-        "hovertemplate": "%{y} requests were preempted %{x} times<extra></extra>", "cliponaxis": False,
+        "hovertext": [
+            f"{plural(number, 'request')} {verb(number, 'was', 'were')} preempted {often(times)}"
+            for times, number in enumerate(frequency[1:].tolist(), 1)
+        ],
+        "hovertemplate": "%{hovertext}<extra></extra>", "cliponaxis": False,
     }  # fmt: skip
     layout = _layout(None, {"title": "requests", "rangemode": "tozero"})
-    layout["xaxis"] |= {"title": "preemptions of one request", "dtick": max(1, len(often) // 12)}
-    caption = f"{plural(never, 'request')} never lost {'its' if never == 1 else 'their'} blocks and are not drawn."
+    layout["xaxis"] |= {"title": "preemptions of one request", "dtick": max(1, len(frequency) // 12)}
+    caption = (
+        f"{plural(never, 'request')} never lost {verb(never, 'its blocks and is', 'their blocks and are')} not drawn."
+    )
     return Figure("preemptions", "How often requests were preempted", caption, [bars], layout, half=False)
 
 
@@ -519,7 +553,7 @@ def _limit(axis: Axis, value: int, name: str) -> Trace:
 
 def _points(x: FloatArray, y: FloatArray, name: str, colour: str, symbol: str, unit: str) -> Trace:
     look = {"color": f"{colour}/60", "size": 5, "symbol": symbol}
-    text = f"{name} %{{y:.4~g}} {unit}<extra></extra>"
+    text = f"{name} %{{y:,.4~r}} {unit}<extra></extra>"
     return {"x": _floats(x), "y": _round(y), "mode": "markers", "name": name, "marker": look, "hovertemplate": text}
 
 
@@ -533,7 +567,7 @@ def _quantile_bands(axis: Axis, sent: IntArray, values: FloatArray, name: str, c
     low, high = np.array([part[0] for part in parts]), np.array([part[-1] for part in parts])
     line = {"color": colour, "width": 2, "dash": "solid" if name == "E2EL" else "dash"}
     middle = {"x": _floats(x), "y": _round(median), "mode": "lines", "name": f"median {name}", "line": line}
-    return [_closed(x, low, high, colour), middle | {"hovertemplate": f"%{{y:.4~g}} {unit}"}]
+    return [_closed(x, low, high, colour), middle | {"hovertemplate": f"%{{y:,.4~r}} {unit}"}]
 
 
 # --- axes and numbers
@@ -555,10 +589,10 @@ def _log_if_wide(y_axis: dict[str, Any], values: FloatArray) -> dict[str, Any]:
 
 
 def _log_axis(low: float, high: float) -> dict[str, Any]:
-    """A logarithmic axis with ticks at 1, 2, 5 of each decade, or at decades if there are many of them."""
+    """A logarithmic axis with ticks at 1, 2 and 5 of each decade, or at decades if it holds more than two or three."""
     first, last = int(np.floor(np.log10(low))), int(np.ceil(np.log10(high)))
-    digits = (1, 2, 5) if last - first <= 2 else (1,)
-    ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
+    leading = (1, 2, 5) if high < 300 * low else (1,)
+    ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in leading]
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
 
 

@@ -37,6 +37,11 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
         "still be found by a prompt that begins alike.",
     ),
     (
+        "KV usage incl. cached",
+        "Blocks in use and free ones whose content can still be found. A freed block keeps its content until it is "
+        "needed, so sooner or later this reaches 100 % in every run with prefix caching; it is no sign of pressure.",
+    ),
+    (
         "Preemption",
         "When a running request needs a block and none is free, another one loses all of its blocks, goes back to the "
         "queue and is computed again from the start.",
@@ -49,13 +54,32 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ),
     ("In flight", "Requests sent and not yet finished. By Little's law its mean is throughput times mean E2EL."),
     (
-        "Utilisation (rho)",
-        "Offered request rate over the rate at which the system is full. Above 1 no queue is bounded.",
+        "Three peaks",
+        "Peak running: most requests with a seat in the batch. Peak in flight: most sent and not finished at one "
+        "instant, those that waited included. Peak concurrent (vLLM's row): most requests that touched the same "
+        "second, so that short ones count together though they never met. Each is at least as large as the one before "
+        "it, but vLLM's row leaves out requests that failed.",
     ),
     (
-        "Stable, backlogged, overloaded",
-        "Stable: no lasting queue. Backlogged: a queue stood most of the time or had to be drained, but did not grow "
-        "without bound. Overloaded: more came than could be served, so latencies grow with the length of the run.",
+        "Busy",
+        "Share of the time in which a step ran, however little was in it: one decoding request keeps an engine busy. "
+        "How much of what it can do is used says rho.",
+    ),
+    (
+        "Utilisation (rho)",
+        "Offered request rate over the rate at which the system is full, as measured between ramp-up and drain of a "
+        "short run of the same requests all at once. Above 1 no queue is bounded.",
+    ),
+    (
+        "Request rate configured, offered",
+        "Configured is what the client was told, as vllm bench serve prints it. Offered is measured: requests due a "
+        "second, from the first to the last. In conversations every turn counts, so it is higher.",
+    ),
+    (
+        "Stable, backlogged, overloaded, too short",
+        "Stable: no lasting queue. Backlogged: a queue stood most of the time, rose in a peak or had to be drained, "
+        "but did not grow without bound. Overloaded: more came than could be served, so latencies grow with the length "
+        "of the run, and no objective on them counts as kept. Too short: the system was still filling up.",
     ),
     ("Uncalibrated", "Step times come from a formula, not from measurements on this hardware."),
 )

@@ -18,20 +18,17 @@ from windtunnel.reports.figures import Figure, figures, time_axis
 from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.glossary import GLOSSARY
 from windtunnel.reports.text import measured, render_text
+from windtunnel.reports.values import facts_of, plain, rows_of
 from windtunnel.reports.words import NOTHING, count, milliseconds, nanoseconds, percent, plural
-from windtunnel.sim.metrics import LatencyStats, Summary, Verdict
+from windtunnel.sim.metrics import LatencyStats, Summary
+from windtunnel.sim.metrics.summary import percent_word
 from windtunnel.sim.records import Records
 
-NUM_WORST = 10
+NUM_WORST = 20
+NUM_SHOWN = 5
+"""Rows of a long table that are always shown; the others are behind a fold."""
 NUM_EVICTIONS = 12
 
-TONES = {
-    Verdict.STABLE: "good",
-    Verdict.BACKLOGGED: "note",
-    Verdict.OVERLOADED: "bad",
-    Verdict.STALLED: "bad",
-    Verdict.TOO_SHORT: "note",
-}
 SECTIONS = (
     ("load", "KV cache, queue and steps"),
     ("latency", "Latencies"),
@@ -95,7 +92,7 @@ def _header(context: ReportContext) -> Iterator[str]:
 
 def _answer(records: Records, summary: Summary, context: ReportContext) -> Iterator[str]:
     said = answer(records, summary)
-    yield f'<div class="answer tone-{TONES[summary.stability.verdict]}">'
+    yield f'<div class="answer tone-{said.tone}">'
     yield f'<p class="headline" role="heading" aria-level="2">{escape(said.headline)}</p>'
     yield "".join(f"<p>{escape(sentence)}</p>" for sentence in said.sentences)
     yield "</div>"
@@ -154,7 +151,7 @@ def _high(stats: LatencyStats) -> str:
     if not stats.percentiles_ms:
         return f"max {milliseconds(stats.max_ms)}"
     level, value = stats.percentiles_ms[-1]
-    return f"P{level:g} {milliseconds(value)}"
+    return f"P{percent_word(level)} {milliseconds(value)}"
 
 
 def _objectives(summary: Summary) -> Iterator[str]:
@@ -182,7 +179,7 @@ def _navigation(summary: Summary) -> Iterator[str]:
 
 def _load(drawn: list[Figure]) -> Iterator[str]:
     yield _section("load", "KV cache, queue and steps")
-    yield '<p class="lead">Drag across a figure to zoom in; a double click shows all of it again.</p>'
+    yield '<p class="lead">With a mouse, drag across a figure to zoom in; a double click shows all of it again.</p>'
     yield from (_figure(figure) for figure in drawn if figure.name in ("kv", "queue", "tokens"))
     yield "</section>"
 
@@ -199,7 +196,7 @@ def _latency(drawn: list[Figure], summary: Summary) -> Iterator[str]:
 
 
 def _figure(figure: Figure) -> str:
-    kind = "plot half" if figure.half else "plot"
+    kind = "plot half" if figure.half else "plot tall" if figure.tall else "plot"
     return (
         f"<figure><figcaption><strong>{escape(figure.title)}</strong>{escape(figure.caption)}</figcaption>"
         f'<div class="{kind}" id="plot-{figure.name}" role="img" tabindex="0" aria-label="{escape(figure.title)}. '
@@ -220,7 +217,7 @@ def _preemptions(records: Records, summary: Summary, context: ReportContext, dra
     which = "All of them" if total <= NUM_EVICTIONS else f"The {NUM_EVICTIONS} of {total:,} that threw away the most"
     yield f'<h3>Who lost blocks for whom</h3><p class="lead">{which}, in order of time.</p>'
     heads = ("Time", "Preempted", "For", "Tokens lost", "Blocks given back", "Free afterwards")
-    yield from _table(heads, rows, "stack snug")
+    yield from _folded_table(heads, rows, "stack snug")
     yield "</section>"
 
 
@@ -248,15 +245,20 @@ def _evictions(records: Records, context: ReportContext) -> list[tuple[str, ...]
 def _worst(records: Records, context: ReportContext) -> Iterator[str]:
     yield _section("worst", "Worst requests, and why")
     causes = Causes(records)
-    for name, title in (("e2el", "Longest from sending to the last token"), ("ttft", "Longest until the first token")):
-        rows = [_request(records, int(row), causes, context) for row in worst_requests(records, name, NUM_WORST)]
+    tables = (
+        ("e2el", "Longest from sending to the last token", "Where its time went", causes.why),
+        ("ttft", "Longest until the first token", "Where the time until its first token went", causes.why_first_token),
+    )
+    for name, title, why, explain in tables:
+        worst = worst_requests(records, name, NUM_WORST).tolist()
+        rows = [_request(records, row, explain(row), context) for row in worst]
+        heads = ("Request", "Sent", "Prompt", "Output", "TTFT", "E2EL", why)
         yield f"<h3>{title}</h3>"
-        heads = ("Request", "Sent", "Prompt", "Output", "TTFT", "E2EL", "Where its time went")
-        yield from _table(heads, rows)
+        yield from _folded_table(heads, rows)
     yield "</section>"
 
 
-def _request(records: Records, row: int, causes: Causes, context: ReportContext) -> tuple[str, ...]:
+def _request(records: Records, row: int, why: str, context: ReportContext) -> tuple[str, ...]:
     table = records.requests
     sent = int(table.arrival_ns[row])
 
@@ -270,33 +272,32 @@ def _request(records: Records, row: int, causes: Causes, context: ReportContext)
         _cell(f"{int(table.num_output_tokens[row]):,}", "number"),
         _cell(since(int(table.first_token_ns[row])), "number"),
         _cell(since(int(table.finish_ns[row])), "number"),
-        _cell(causes.why(row), "words"),
+        _cell(why, "words"),
     )
 
 
 def _how(context: ReportContext) -> Iterator[str]:
     yield _section("how", "How it was run")
-    facts = [("Seed", context.seed), ("windtunnel", context.version), ("Engine", context.engine)]
+    seed = "" if context.seed is None else str(context.seed)
+    facts = [("Seed", seed), ("windtunnel", context.version), ("Engine", context.engine)]
     facts += [("Model", context.model), ("GPU", context.gpu)]
     facts += [("Cost model", f"{context.cost_model} ({context.calibration})" if context.cost_model else "")]
-    facts += [(key.replace("_", " "), _plain(value)) for key, value in context.workload.items()]
-    yield from _table(
-        ("What", "Value"), [(_cell(name), _cell(str(value))) for name, value in facts if value not in (None, "")]
-    )
+    facts += facts_of(context.workload)
+    yield from _table(("What", "Value"), [(_cell(name), _cell(value)) for name, value in facts if value])
     if context.notes:
         yield f"<h3>Notes</h3><ul>{''.join(f'<li>{escape(note)}</li>' for note in context.notes)}</ul>"
     if context.resolved:
         yield f"<details><summary>{plural(len(context.resolved), 'setting')}, each with its source</summary>"
         rows = [
-            (_code(item.section), _code(item.key), _code(_plain(item.value)), _cell(item.source))
+            (_code(item.section), _code(item.key), _code(plain(item.value)), _cell(item.source))
             for item in context.resolved
         ]
         yield from _table(("Section", "Setting", "Value", "Source"), rows)
         yield "</details>"
     if context.cost:
         yield "<details><summary>What the cost model says of itself</summary>"
-        described = json.dumps(dict(context.cost), indent=2, default=str, ensure_ascii=False)
-        yield f"<pre>{escape(described)}</pre></details>"
+        yield from _table(("What", "Value"), [(_code(name), _cell(value)) for name, value in rows_of(context.cost)])
+        yield "</details>"
     yield "</section>"
 
 
@@ -349,6 +350,14 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "sta
     yield "</tbody></table>"
 
 
+def _folded_table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "stack") -> Iterator[str]:
+    yield from _table(heads, rows[:NUM_SHOWN], kind)
+    if rows[NUM_SHOWN:]:
+        yield f"<details><summary>{plural(len(rows) - NUM_SHOWN, 'more row')}</summary>"
+        yield from _table(heads, rows[NUM_SHOWN:], kind)
+        yield "</details>"
+
+
 def _cell(text: str, kind: str = "") -> str:
     return _cell_html(escape(text), kind)
 
@@ -359,14 +368,6 @@ def _cell_html(html: str, kind: str = "") -> str:
 
 def _code(text: str) -> str:
     return _cell(text, "code")
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: NOTHING}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def _json(data: Any) -> str:

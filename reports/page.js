@@ -35,8 +35,8 @@
   function layout(figure) {
     const given = figure.layout;
     const size = narrow.matches ? 12 : 13;
-    return painted(Object.assign({}, given, {
-      xaxis: axis(given.xaxis), yaxis: axis(given.yaxis),
+    const axes = Object.keys(given).filter((key) => /^[xy]axis/.test(key));
+    return painted(Object.assign({}, given, Object.fromEntries(axes.map((key) => [key, axis(given[key])])), {
       font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", size: size, color: "@text" },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       margin: { l: narrow.matches ? 44 : 60, r: narrow.matches ? 8 : 14, t: 8, b: 46 },

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from textwrap import wrap
 
 from windtunnel.reports.context import ReportContext
-from windtunnel.reports.words import NOTHING
+from windtunnel.reports.words import NOTHING, count, digits, milliseconds
 from windtunnel.sim.metrics import LatencyStats, SloResult, Summary, Verdict
 from windtunnel.sim.metrics.summary import percent_word
 
 WIDTH = 50
 LABEL_WIDTH = 40
+OFFERED_RATE = "Request rate offered, measured (RPS):"
+"""vLLM reports the rate that its client was configured with; a trace or a conversation has only one to measure."""
 
 LATENCY_SECTIONS = (
     ("ttft", "TTFT", "Time to First Token"),
@@ -31,11 +34,23 @@ def render_text(summary: Summary, context: ReportContext | None = None) -> str:
     Rows, their order, labels and two decimals are those of ``vllm bench serve`` 0.32, so that what greps one greps
     the other; then come our own sections, and last of all the warnings.  Where nothing was measured stands a dash.
     """
-    lines = [*(_header(context) if context else ()), *_bench_block(summary), *_own_sections(summary), "=" * WIDTH]
+    configured = configured_request_rate(context) if context else None
+    lines = list(_header(context)) if context else []
+    lines += [*_bench_block(summary, configured), *_own_sections(summary, configured), "=" * WIDTH]
     warnings = (*(context.warnings if context else ()), *summary.warnings)
     for warning in warnings:
         lines += wrap(f"WARNING: {warning}", 100, subsequent_indent="         ")
     return "\n".join(lines) + "\n"
+
+
+def configured_request_rate(context: ReportContext) -> float | None:
+    """The finite request rate that the client was told to keep; None if none was (a trace, all at once)."""
+    for setting in context.resolved:
+        if (setting.section, setting.key) != ("workload", "request_rate"):
+            continue
+        if isinstance(setting.value, int | float) and isfinite(setting.value):
+            return float(setting.value)
+    return None
 
 
 def _header(context: ReportContext) -> Iterator[str]:
@@ -55,14 +70,16 @@ def _advice(context: ReportContext) -> str:
     return "" if context.calibrated else " -- absolute times are estimates, not measurements"
 
 
-def _bench_block(summary: Summary) -> Iterator[str]:
+def _bench_block(summary: Summary, configured_rate: float | None) -> Iterator[str]:
     yield _rule(" Serving Benchmark Result ", "=")
     yield _row("Successful requests:", summary.completed)
     yield _row("Failed requests:", summary.failed)
     if summary.max_concurrency is not None:
         yield _row("Maximum request concurrency:", summary.max_concurrency)
-    if summary.request_rate is not None:
-        yield _row("Request rate configured (RPS):", summary.request_rate)
+    if configured_rate is not None:
+        yield _row("Request rate configured (RPS):", configured_rate)
+    elif summary.request_rate is not None:
+        yield _row(OFFERED_RATE, summary.request_rate)
     yield _row("Benchmark duration (s):", summary.duration_s)
     yield _row("Total input tokens:", summary.total_input_tokens)
     yield _row("Total generated tokens:", summary.total_output_tokens)
@@ -97,9 +114,11 @@ def _latency_rows(short: str, stats: LatencyStats) -> Iterator[str]:
         yield _row(f"P{percent_word(percent)} {short} (ms):", value)
 
 
-def _own_sections(summary: Summary) -> Iterator[str]:
+def _own_sections(summary: Summary, configured_rate: float | None) -> Iterator[str]:
     load, kv, preemption, cache = summary.load, summary.kv, summary.preemption, summary.prefix_cache
     yield _rule("Scheduler", "-")
+    if configured_rate is not None:
+        yield _row(OFFERED_RATE, summary.request_rate)
     yield _row("Mean queue time (ms):", summary.queue_time.mean_ms)
     for percent, value in summary.queue_time.percentiles_ms[-1:]:
         yield _row(f"P{percent_word(percent)} queue time (ms):", value)
@@ -146,16 +165,23 @@ def measured(result: SloResult) -> str:
 
 
 def measured_value(result: SloResult) -> str:
-    """What was measured for an objective, with its unit."""
-    value, unit = result.measured, result.slo.unit
+    """What was measured for an objective, with its unit, and with as many digits as tell it from the limit."""
+    value, limit = result.measured, result.slo.limit
     if value is None:
         return NOTHING
+    shown = _in_unit(value, result.slo.unit)
+    if value == limit or shown != _in_unit(limit, result.slo.unit):
+        return shown
+    return f"{digits(value, 9)} {result.slo.unit}".replace(" /s", "/s").rstrip()
+
+
+def _in_unit(value: float, unit: str) -> str:
     match unit:
         case "ms":
-            return f"{value:,.2f} ms"
-        case "":
-            return f"{value:,.0f}"
-    return f"{value:,.2f}{unit}"
+            return milliseconds(value)
+        case "%":
+            return f"{digits(value)} %"
+    return f"{count(value)}{unit}"
 
 
 def _percent(share: float | None) -> float | None:

@@ -114,10 +114,10 @@ def with_requests(records: Records, **columns: np.ndarray) -> Records:
 
 
 def pressed_engine() -> tuple[Workload, SchedulerConfig]:
-    """Requests that together need more KV blocks than there are, so that some are preempted."""
+    """A burst of requests that together need more KV blocks than there are, so that some are preempted."""
     rng = np.random.default_rng(7)
     n = 80
-    arrival = np.cumsum(rng.exponential(0.02 * S, n)).astype(np.int64)
+    arrival = np.cumsum(rng.exponential(0.002 * S, n)).astype(np.int64)
     config = SchedulerConfig(
         max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512, num_gpu_blocks=120, enable_prefix_caching=False
     )

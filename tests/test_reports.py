@@ -30,16 +30,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windtunnel.reports.answer import answer
-from windtunnel.reports.causes import Causes, WaitCause, shares_of_waiting, wait_causes, worst_requests
+from windtunnel.reports.causes import (
+    Causes,
+    WaitCause,
+    often,
+    prefill_work,
+    shares_of_queue_time,
+    shares_of_waiting,
+    slow_gaps,
+    wait_causes,
+    worst_requests,
+)
 from windtunnel.reports.context import ReportContext, ResolvedValue
-from windtunnel.reports.figures import MAX_RAW_STEPS, NUM_BUCKETS, _envelope, figures, time_axis
+from windtunnel.reports.figures import MAX_RAW_STEPS, NUM_BUCKETS, Figure, _envelope, figures, time_axis
 from windtunnel.reports.files import atomic_writer
-from windtunnel.reports.html import write_html
-from windtunnel.reports.text import render_text
-from windtunnel.reports.words import count, milliseconds, percent
+from windtunnel.reports.glossary import GLOSSARY
+from windtunnel.reports.html import NUM_SHOWN, write_html
+from windtunnel.reports.text import measured_value, render_text
+from windtunnel.reports.values import facts_of, plain, rows_of
+from windtunnel.reports.words import count, digits, milliseconds, percent, plural, seconds, verb
 from windtunnel.sim.engine.config import SchedulerConfig
-from windtunnel.sim.metrics import Summary, summarize
-from windtunnel.sim.records import Outcome, Records, StepTable
+from windtunnel.sim.metrics import Slo, SloResult, Summary, summarize
+from windtunnel.sim.metrics.latency import expanded_inter_token_latencies
+from windtunnel.sim.records import Outcome, PreemptionTable, Records, StepTable
 from windtunnel.sim.simulate import run
 from windtunnel.sim.workload import workload
 
@@ -49,11 +62,21 @@ CONTEXT = ReportContext(
     gpu="1 x H100",
     engine="vLLM 0.32",
     cost_model="roofline",
-    cost={"name": "roofline", "assumed": "</script><b>"},
-    resolved=(ResolvedValue("engine", "max_num_seqs", 256, "default of vLLM 0.32"),),
+    cost={"name": "roofline", "assumed": "</script><b>", "factors": {"host_s": 0.001, "gemm_flops": 0.75}},
+    resolved=(
+        ResolvedValue("engine", "max_num_seqs", 256, "default of vLLM 0.32"),
+        ResolvedValue("workload", "request_rate", 50.0, "run.toml:12"),
+        ResolvedValue("workload", "input", {"dist": "lognormal", "mean": 512, "sigma": 0.9}, "run.toml:13"),
+    ),
     seed=7,
     version="0.1.0",
-    workload={"num_requests": 80},
+    workload={
+        "num_requests": 80,
+        "duration_s": 2770.0200000000004,
+        "request_rate_per_s": 9.998858955158179,
+        "max_concurrency": None,
+        "prompt_tokens": {"mean": 515.3754, "p50": 341.0, "p99": 2770.0200000000004, "total": 2576877},
+    },
     notes=("unit of time: <ms>",),
     warnings=("watch <out>",),
 )
@@ -112,6 +135,22 @@ def test_the_table_has_the_rows_of_vllm_bench_serve_in_its_order() -> None:
     ]
 
 
+def test_only_a_configured_rate_is_called_so() -> None:
+    summary = summarize(*queue_at(0.5, 200, 1))
+    told = render_text(summary, CONTEXT)
+    assert re.search(r"^Request rate configured \(RPS\): +50\.00", told, re.MULTILINE)
+    measured = rf"^Request rate offered, measured \(RPS\): +{summary.request_rate:.2f}"
+    assert re.search(measured, told[told.index("Scheduler") :], re.MULTILINE)
+    for context in (None, replace(CONTEXT, resolved=()), replace(CONTEXT, resolved=(at_once(),))):
+        unknown = render_text(summary, context)
+        assert "configured" not in unknown
+        assert unknown.index("Request rate offered, measured") < unknown.index("Benchmark duration")
+
+
+def at_once() -> ResolvedValue:
+    return ResolvedValue("workload", "request_rate", float("inf"), "vllm bench serve default")
+
+
 def test_values_stand_where_vllm_puts_them_with_two_decimals() -> None:
     records = token_records((0, [0, 1, 2]), (0, [3, 5]))
     text = render_text(summarize(records, workload_of(records)))
@@ -149,20 +188,62 @@ def test_what_was_not_measured_is_a_dash() -> None:
 
 def test_objectives_show_what_was_measured(pressed: tuple[Records, Summary]) -> None:
     text = render_text(pressed[1])
-    assert re.search(r"^ttft:p99<1ms +FAIL  [\d,.]+ ms", text, re.MULTILINE)
-    assert re.search(r"^itl:p50<60min +PASS  10.00 ms", text, re.MULTILINE)
+    assert re.search(r"^ttft:p99<1ms +FAIL  [\d,.]+ s$", text, re.MULTILINE)
+    assert re.search(r"^itl:p50<60min +PASS  10 ms$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "shown"),
+    [
+        ("ttft:p99<500ms", 920.39, "920 ms"),
+        ("ttft:p99<500ms", 4_342_353.44, "72.4 min"),
+        ("ttft:p99<500ms", 500.0004, "500.0004 ms"),
+        ("ttft:p99<=500ms", 500.0, "500 ms"),
+        ("goodput>=99%", 98.9999, "98.9999 %"),
+        ("goodput>=99%", 95.06, "95.1 %"),
+        ("output_throughput>3000", 2511.47, "2,511/s"),
+        ("output_throughput>3000", 2999.9, "2,999.9/s"),
+        ("preemptions==0", 1167.0, "1,167"),
+    ],
+)
+def test_what_was_measured_is_short_but_never_looks_like_the_limit(text: str, value: float, shown: str) -> None:
+    slo = Slo.parse(text)
+    assert measured_value(SloResult(slo, value, slo.holds(value))) == shown
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (0.4213, "0.421 ms"), (87.5, "87.5 ms"), (999.6, "1000 ms"), (1240, "1.24 s"), (6e5, "10.0 min")],
+    [(None, "–"), (0.4213, "0.421 ms"), (87.5, "87.5 ms"), (999.6, "1.00 s"), (1240, "1.24 s"), (6e5, "10.0 min")],
 )
 def test_durations_have_the_unit_that_suits_them(value: float | None, text: str) -> None:
     assert milliseconds(value) == text
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.087, "87 ms"), (1.24, "1.24 s"), (60.0, "60 s"), (880.4, "14.7 min"), (3540.0, "59 min"), (15_120.0, "4.2 h")],
+)
+def test_durations_in_sentences_have_three_digits(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+@given(st.floats(1e-9, 1e15), st.integers(1, 9))
+def test_numbers_are_rounded_without_an_exponent(value: float, num_digits: int) -> None:
+    shown = digits(value, num_digits)
+    assert re.fullmatch(r"[\d,]+(\.\d*[1-9])?", shown)
+    assert float(shown.replace(",", "")) == pytest.approx(value, rel=0.51 * 10 ** (1 - num_digits))
+
+
+def test_one_thing_is_not_many() -> None:
+    assert (plural(1, "step"), plural(1200, "step")) == ("1 step", "1,200 steps")
+    assert (verb(1, "is", "are"), verb(0, "is", "are")) == ("is", "are")
+    assert [often(times) for times in (1, 2, 3)] == ["once", "twice", "3 times"]
+
+
 def test_shares_and_counts_are_short() -> None:
     assert (percent(0.0312), percent(0.4), percent(None)) == ("3.1 %", "40 %", "–")
+    assert (percent(0.0), percent(0.00004), percent(1.0)) == ("0 %", "0.004 %", "100 %")
+    assert (count(0.0031), count(0.0)) == ("0.0031", "0")
     assert (count(3953.06), count(7.718), count(12.0), count(134.91)) == ("3,953", "7.72", "12", "134.9")
 
 
@@ -196,6 +277,50 @@ def test_shares_of_waiting_add_up_to_one(pressed: tuple[Records, Summary]) -> No
     shares = shares_of_waiting(pressed[0])
     assert sum(shares.values()) == pytest.approx(1)
     assert list(shares.values()) == sorted(shares.values(), reverse=True)
+
+
+def test_the_causes_of_chosen_requests_are_those_of_the_steps_in_which_they_waited(
+    pressed: tuple[Records, Summary],
+) -> None:
+    records = pressed[0]
+    table, steps, causes = records.requests, records.replicas[0].steps, wait_causes(records.replicas[0])
+    rows = np.arange(3, len(table), 7)
+    spent = dict.fromkeys(WaitCause, 0)
+    for row in rows.tolist():
+        for start, end, cause in zip(steps.start_ns.tolist(), steps.end_ns.tolist(), causes.tolist(), strict=True):
+            overlap = min(end, int(table.scheduled_ns[row])) - max(start, int(table.arrival_ns[row]))
+            spent[WaitCause(cause)] += max(overlap, 0)
+    spent[WaitCause.KV_CACHE] += spent.pop(WaitCause.PREEMPTION)
+    shares = shares_of_queue_time(records, rows)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares == pytest.approx({cause: ns / sum(spent.values()) for cause, ns in spent.items() if ns})
+    assert list(shares.values()) == sorted(shares.values(), reverse=True)
+
+
+@pytest.mark.parametrize("limit_ms", [5, 10, 15, 1000, 10_000])
+def test_slow_gaps_are_those_of_the_expanded_tokens(pressed: tuple[Records, Summary], limit_ms: int) -> None:
+    records = pressed[0]
+    gaps_ms = np.concatenate([np.array(gaps) for gaps in expanded_inter_token_latencies(records)]) * 1000
+    slow = slow_gaps(records, limit_ms * 1e6)
+    assert (slow.num_gaps, slow.num_slow) == (len(gaps_ms), int((gaps_ms > limit_ms + 1e-6).sum()))
+    assert 0 <= slow.stalled_share + slow.prefill_share <= 1 + 1e-9
+    if limit_ms == 15:  # every step takes 10 ms, so that only a stall can be longer
+        assert (slow.stalled_share, slow.prefill_tokens) == (1, None)
+
+
+def test_slow_gaps_name_the_prompts_in_their_steps() -> None:
+    # a step of 100 prompt tokens takes 60 ms, one that only decodes 10 ms and a little
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512, num_gpu_blocks=500)
+    load = workload([0, 300 * MS, 600 * MS], [100] * 3, [80] * 3)
+    records = run(load, config, AffineStepCost(0.01, 0.0005))
+    slow = slow_gaps(records, 30 * MS)
+    assert (slow.num_slow, slow.prefill_share, slow.prefill_tokens) == (3, 1, 100)
+    summary = summarize(records, load, slo="itl:max<30ms")
+    assert any(
+        sentence == "3 of 237 gaps between tokens (1.3 %) took more than 30 ms: all of these in steps that computed "
+        "prompts, too (100 tokens on average)."
+        for sentence in answer(records, summary).sentences
+    )
 
 
 def test_a_step_that_leaves_nothing_waiting_has_no_reason(pressed: tuple[Records, Summary]) -> None:
@@ -237,6 +362,69 @@ def test_a_stall_is_not_counted_into_the_time_per_token() -> None:
     assert "6 output tokens at 10 ms each took 40 ms" in Causes(slow).why(0)
 
 
+def beside_a_long_prompt(*, late_ns: int = 0) -> Records:
+    """Three requests: a long answer that decodes, then a prompt of 4,459 tokens and one of 166, both at 100 ms."""
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=8192, max_model_len=8192, num_gpu_blocks=2000)
+    load = workload([0, 100 * MS, 100 * MS + late_ns], [16, 4459, 166], [400, 20, 163])
+    return run(load, config, AffineStepCost(0.005, 25e-6))
+
+
+def test_the_time_until_the_first_token_is_explained_by_what_else_its_step_computed() -> None:
+    records = beside_a_long_prompt()
+    causes, table = Causes(records), records.requests
+    took = milliseconds((table.first_token_ns - table.scheduled_ns)[2] / MS)
+    assert causes.why_first_token(2).startswith(
+        f"prefill of 166 prompt tokens took {took} over 1 step with 4,459 prompt tokens of others"
+    )
+    assert "output tokens" in causes.why(2)
+    assert "output tokens" not in causes.why_first_token(2)
+    work = prefill_work(records, np.array([2]))
+    assert work is not None
+    assert (work.own_tokens, work.other_tokens) == (166, 4459)
+
+
+def test_a_request_that_came_during_a_long_step_is_told_what_that_computed() -> None:
+    said = Causes(beside_a_long_prompt(late_ns=20 * MS)).why_first_token(2)
+    assert re.match(
+        r"queued [\d.]+ ms: the step in progress had to end first, it computed 4,459 prompt tokens of others$",
+        said,
+    )
+
+
+def test_every_time_until_the_first_token_is_told_by_waiting_and_prefill_alone(
+    pressed: tuple[Records, Summary],
+) -> None:
+    records = pressed[0]
+    causes = Causes(records)
+    for row in range(len(records.requests)):
+        said = causes.why_first_token(row)
+        assert said.startswith(("queued", "prefill of"))
+        assert "output tokens" not in said
+        assert "without a token" not in said
+
+
+def test_a_preemption_before_the_first_token_is_part_of_the_prefill() -> None:
+    records = with_requests(
+        token_records((0, [30, 31])),
+        scheduled_ns=np.array([0]),
+        num_preemptions=np.array([2]),
+        num_recomputed_tokens=np.array([17]),
+    )
+    lost = PreemptionTable(
+        *(np.array(column) for column in ([50 * MS, 310 * MS], [5, 31], [0, 0], [12, 5], *[[1, 1]] * 3))
+    )
+    records = replace(records, replicas=(replace(records.replicas[0], preemptions=lost),))
+    assert Causes(records).why_first_token(0) == (
+        "prefill of 10 prompt tokens took 310 ms over 31 steps: preempted once, it lost 12 computed tokens and waited "
+        "again"
+    )
+
+
+def test_a_request_without_a_token_says_so() -> None:
+    records = with_requests(token_records((0, [0, 1])), outcome=np.array([UNFINISHED]), first_token_ns=np.array([-1]))
+    assert Causes(records).why_first_token(0).endswith("(without a token until the end of the run)")
+
+
 def test_rejected_unsent_and_unfinished_requests_have_a_reason_of_their_own() -> None:
     records = token_records((0, [0]), (0, [1]), (0, [2, 3]))
     records = with_requests(
@@ -264,7 +452,8 @@ def test_worst_requests_are_the_slowest_and_unfinished_ones_count() -> None:
 
 def test_the_answer_says_whether_it_keeps_up_and_what_was_short(pressed: tuple[Records, Summary]) -> None:
     stable = queue_at(0.4, 500, 1)
-    assert answer(stable[0], summarize(*stable)).headline.startswith("Stable: it keeps up with")
+    said = answer(stable[0], summarize(*stable))
+    assert (said.headline.startswith("Stable: it keeps up with"), said.tone) == (True, "good")
     over = queue_at(1.4, 1500, 1)
     assert answer(over[0], summarize(*over)).headline.startswith("Overloaded:")
     burst = single_server(np.zeros(200, np.int64), np.full(200, 10 * MS))
@@ -276,6 +465,100 @@ def test_the_answer_says_whether_it_keeps_up_and_what_was_short(pressed: tuple[R
     stats = pressed[1].preemption
     assert f"{stats.num_preemptions} preemptions hit {stats.num_preempted_requests} requests" in told
     assert "1 of 2 objectives missed: ttft:p99<1ms" in told
+
+
+def rush_hour() -> tuple[Records, Any]:
+    """Calm but for one moment in which 30 requests come at once to 8 seats, so that 2 % of all wait for one."""
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=2048, max_model_len=256, num_gpu_blocks=2000)
+    arrival = np.sort(np.concatenate((np.arange(970) * 100 * MS, np.full(30, 40 * S))))
+    load = workload(arrival, [20] * 1000, [20] * 1000)
+    return run(load, config, AffineStepCost()), load
+
+
+def test_the_cause_of_a_missed_percentile_is_found_although_most_requests_never_waited() -> None:
+    records, load = rush_hour()
+    summary = summarize(records, load, slo="ttft:p99<100ms ttft:p50<100ms")
+    assert [result.passed for result in summary.slo] == [False, True]
+    assert summary.queue_time.median_ms == 0
+    said = answer(records, summary)
+    text = " ".join(said.sentences)
+    over = (records.requests.first_token_ns - records.requests.arrival_ns) > 100 * MS
+    waited = (records.requests.scheduled_ns - records.requests.arrival_ns)[over].mean() / MS
+    assert (
+        f"The {over.sum()} requests over the limit of ttft:p99<100ms waited {milliseconds(waited)} in the queue" in text
+    )
+    assert "all of it because all max_num_seqs seats were taken (8); at least" in text
+    assert "of the KV cache stayed free" in text
+    assert "Hardly anything waited" not in text
+    assert said.tone == "bad"
+
+
+def test_the_slowest_are_explained_when_no_objective_is_missed() -> None:
+    records, load = rush_hour()
+    text = " ".join(answer(records, summarize(records, load)).sentences)
+    assert re.search(r"The 10 requests with the longest TTFT \(1\.0 % of all\) waited .* seats were taken \(8\)", text)
+    calm = workload(np.arange(1000) * 100 * MS, [20] * 1000, [20] * 1000)
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=2048, max_model_len=256, num_gpu_blocks=2000)
+    records = run(calm, config, AffineStepCost())
+    assert "Hardly anything waited in the queue" in " ".join(answer(records, summarize(records, calm)).sentences)
+
+
+def test_requests_that_miss_a_limit_without_waiting_are_told_what_their_steps_computed() -> None:
+    records = beside_a_long_prompt()
+    summary = summarize(records, workload_of(records), slo="ttft:max<50ms")
+    expected = (
+        r"The 2 requests over the limit of ttft:max<50ms .*; the steps until their first token computed 2,312 prompt "
+        r"tokens of their own and 2,312 of others on average\."
+    )
+    assert any(re.fullmatch(expected, sentence) for sentence in answer(records, summary).sentences)
+
+
+def test_a_missed_objective_is_in_the_headline_which_is_good_news_no_more() -> None:
+    records, load = queue_at(0.4, 500, 1)
+    missed = answer(records, summarize(records, load, slo="ttft:p99<1ms"))
+    assert re.fullmatch(r"It keeps up with [\d.]+ requests/s, but it misses ttft:p99<1ms\.", missed.headline)
+    assert missed.tone == "bad"
+    for text, words in (
+        ("ttft:p99<1ms e2el:p99<1h", "but it misses ttft:p99<1ms."),
+        ("ttft:p99<1ms e2el:p99<1ms", "but it misses both objectives."),
+        ("ttft:p99<1ms e2el:p99<1ms failed<=0%", "but it misses 2 of 3 objectives."),
+        ("ttft:p99<1ms e2el:p99<1ms failed>1%", "but it misses all 3 objectives."),
+    ):
+        text = text.replace("1h", "60min")
+        assert answer(records, summarize(records, load, slo=text)).headline.endswith(words)
+    backlog = queue_at(0.97, 3000, 1)
+    assert answer(backlog[0], summarize(*backlog, slo="ttft:p99<1ms")).headline.startswith("Backlogged: ")
+    assert answer(backlog[0], summarize(*backlog, slo="ttft:p99<1ms")).headline.endswith(
+        ", and it misses ttft:p99<1ms."
+    )
+    assert answer(backlog[0], summarize(*backlog)).tone == "note"
+
+
+def test_a_good_number_of_an_overloaded_run_is_not_called_kept() -> None:
+    records, load = queue_at(1.3, 2000, 1)
+    summary = summarize(records, load, slo="ttft:p99<60min")
+    assert re.search(r"^ttft:p99<60min +FAIL  [\d.]+ s \(not a steady state: overloaded\)$", render_text(summary), re.M)
+    told = " ".join(answer(records, summary).sentences)
+    assert re.search(r"1 of 1 objective missed: .* \(measured [\d.]+ s, but not a steady state: overloaded\)", told)
+
+
+def test_an_overload_at_the_peak_is_told_in_the_answer() -> None:
+    rng = np.random.default_rng(1)
+    gaps = np.concatenate([rng.exponential(S / rate, n) for rate, n in ((80, 800), (150, 3000), (60, 1500))])
+    records, load = single_server(np.cumsum(gaps).astype(np.int64), np.full(len(gaps), 10 * MS))
+    said = answer(records, summarize(records, load))
+    assert (said.headline, said.tone) == ("Backlogged: at the peak more came than it could serve.", "note")
+    assert said.sentences[0].startswith("More came at the peak than could be served: from ")
+
+
+def test_no_setting_is_advised_that_no_run_has_tried(pressed: tuple[Records, Summary]) -> None:
+    for records, summary in (pressed, seats_short()):
+        text = " ".join(answer(records, summary).sentences)
+        assert not re.search(r"\b(try|can help|should|increase|raise|lower)\b", text)
+    assert re.search(
+        r"The KV cache holds about \d+ requests of full length; up to \d+ ran at once\.",
+        " ".join(answer(*pressed).sentences),
+    )
 
 
 # --- figures
@@ -324,11 +607,57 @@ def test_every_preemption_is_marked(pressed: tuple[Records, Summary]) -> None:
     assert sum(marks["customdata"]) == pressed[1].preemption.num_preemptions
 
 
+def figure_of(records: Records, summary: Summary, name: str) -> Figure:
+    return next(figure for figure in figures(records, summary) if figure.name == name)
+
+
 def test_distributions_show_the_limits_of_the_objectives(pressed: tuple[Records, Summary]) -> None:
-    ttft = next(figure for figure in figures(*pressed) if figure.name == "cdf-ttft")
+    ttft = figure_of(*pressed, "cdf-ttft")
     assert len(ttft.layout["shapes"]) == 1
-    assert ttft.layout["annotations"][0]["text"].startswith("p99 <")
+    assert ttft.layout["annotations"][0]["text"] == "p99 < 0.001 s"
     assert ttft.data[0]["y"][-1] == 100
+
+
+def test_the_values_of_percentiles_stand_on_ground_of_their_own_so_that_no_limit_crosses_them() -> None:
+    records, load = queue_at(0.6, 500, 1)
+    ttft = figure_of(records, summarize(records, load, slo="ttft:p99<40ms"), "cdf-ttft")
+    labels = [label for label in ttft.layout["annotations"] if label["text"].startswith("P")]
+    assert [label["y"] for label in labels] == [50, 99]
+    assert all(label["bgcolor"] == "@paper" for label in labels)
+    assert not any("text" in trace.get("mode", "") for trace in ttft.data)
+    x = [
+        float(np.percentile((records.requests.first_token_ns - records.requests.arrival_ns) / MS, p)) for p in (50, 99)
+    ]
+    shown = [10 ** label["x"] if ttft.layout["xaxis"].get("type") == "log" else label["x"] for label in labels]
+    assert shown == pytest.approx(x)
+
+
+def test_one_outlier_does_not_squeeze_a_distribution_into_a_corner() -> None:
+    # gaps of 10 ms, and a single one of 200 ms
+    steps = [*range(50), *range(69, 99)]
+    squeezed, plain_one = token_records((0, steps)), token_records((0, list(range(80))))
+    axis = figure_of(squeezed, summarize(squeezed, workload_of(squeezed)), "cdf-itl").layout["xaxis"]
+    assert axis["type"] == "log"
+    assert {"10", "20", "50", "100", "200"} <= set(axis["ticktext"])
+    axis = figure_of(plain_one, summarize(plain_one, workload_of(plain_one)), "cdf-itl").layout["xaxis"]
+    assert "type" not in axis
+
+
+def test_the_largest_steps_have_a_scale_of_their_own(pressed: tuple[Records, Summary]) -> None:
+    tokens = figure_of(*pressed, "tokens")
+    below = [trace["name"] for trace in tokens.data if trace.get("yaxis", "y") == "y"]
+    above = [trace["name"] for trace in tokens.data if trace.get("yaxis") == "y2"]
+    assert (below, above) == (["decode", "prefill"], ["largest step", "budget (256)"])
+    assert tokens.layout["yaxis"]["domain"][1] < tokens.layout["yaxis2"]["domain"][0]
+
+
+def test_a_bar_of_preemptions_says_one_request_or_several() -> None:
+    records = with_requests(
+        token_records((0, [0]), (0, [1]), (0, [2]), (0, [3])), num_preemptions=np.array([0, 1, 2, 2])
+    )
+    said = figure_of(records, summarize(records, workload_of(records)), "preemptions")
+    assert said.data[0]["hovertext"] == ["1 request was preempted once", "2 requests were preempted twice"]
+    assert said.caption == "1 request never lost its blocks and is not drawn."
 
 
 def test_axes_have_units(pressed: tuple[Records, Summary]) -> None:
@@ -415,6 +744,51 @@ def test_the_first_screen_gives_verdict_key_numbers_objectives_and_calibration(
 def test_settings_are_shown_with_their_source(page: str) -> None:
     assert "default of vLLM 0.32" in page
     assert "max_num_seqs" in page
+
+
+def test_facts_have_few_digits_and_units_and_no_braces(page: str) -> None:
+    how = page[page.index('id="how"') : page.index('id="numbers"')]
+    assert not re.search(r"\d\.\d{6,}", how)
+    assert not re.search(r"[{}]", how)
+    for text in ("46.2 min", "10.00 /s", "mean 515.4, p50 341, p99 2,770, total 2,576,877", "Max concurrency"):
+        assert (text in how) == (text != "Max concurrency")  # what is None is left out
+    assert "dist lognormal, mean 512, sigma 0.9" in how
+    assert "factors.host_s" in how
+    assert "1 ms" in how
+
+
+def test_values_are_written_as_people_do() -> None:
+    assert [plain(value) for value in (None, True, 8192, 0.92, 1e-6, [90.0, 99.0], "a", {"mean": 2.5})] == [
+        "–", "yes", "8,192", "0.92", "0.000001", "90, 99", "a", "mean 2.5",
+    ]  # fmt: skip
+    assert facts_of({"num_steps": 7, "x_share": 0.0123, "busy_s": 90.0, "none": None}) == [
+        ("Steps", "7"), ("X share", "1.2 %"), ("Busy", "90 s"),
+    ]  # fmt: skip
+    assert list(rows_of({"a": {"b_s": 3e-6}, "c": 1})) == [("a.b_s", "3 µs"), ("c", "1")]
+
+
+def test_of_the_worst_requests_a_few_are_shown_and_the_others_folded(page: str) -> None:
+    worst = page[page.index('id="worst"') : page.index('id="how"')]
+    for table in worst.split("<h3>")[1:]:
+        shown, folded = table.split("<details>")
+        assert shown.count('data-name="Request"') == NUM_SHOWN
+        assert folded.count('data-name="Request"') == 15
+        assert "15 more rows" in folded
+    assert "Where the time until its first token went" in worst
+
+
+def test_numbers_that_look_alike_or_odd_are_in_the_glossary() -> None:
+    words = dict(GLOSSARY)
+    for text, entry in {
+        "Peak running": "Three peaks",
+        "Peak in flight": "Three peaks",
+        "Peak concurrent": "Three peaks",
+        "one decoding request keeps an engine busy": "Busy",
+        "reaches 100 %": "KV usage incl. cached",
+        "between ramp-up and drain": "Utilisation (rho)",
+        "every turn counts": "Request rate configured, offered",
+    }.items():
+        assert text in words[entry]
 
 
 def test_every_figure_has_a_place_and_a_description(page: str, pressed: tuple[Records, Summary]) -> None:

@@ -130,7 +130,8 @@ class SloResult:
     """In the objective's unit; None if there was nothing to measure."""
     passed: bool
     note: str = ""
-    """Why nothing was measured, or why the number must be read with care."""
+    """Why nothing was measured, or why the number must be read with care: the latencies and goodput of an overloaded or
+    stalled run never count as kept, whatever was measured."""
 
 
 def parse_slos(texts: str | Iterable[str]) -> tuple[Slo, ...]:

@@ -1,48 +1,48 @@
 """Whether a run reached a steady state: stable, backlogged, overloaded, or too short to tell.
 
-Latency percentiles describe a system only if they do not depend on how long one looks.  Above capacity the number of
-requests in the system grows with time and so does every latency; then a percentile says how long the run was.
+Latency percentiles describe a system only if they do not depend on how long one looks.  Above capacity the queue grows
+for as long as requests arrive and so does every latency; then a percentile says how long the run was.
 
-How overload is told from chance.  Let A requests be due in the part of the arrival window that counts.  A queue just
-*at* capacity wanders like a reflected random walk: after A requests its length is about sqrt(A (ca² + cs²)) |Z|, with
-ca and cs the coefficients of variation of the gaps between arrivals and of the work per request (the heavy-traffic
-limit, Kingman 1962; Whitt, "Stochastic-Process Limits", 2002, ch. 9), Z standard normal.  Twice that is exceeded by a
-queue at capacity in fewer than one run of twenty, and by a stable one hardly ever, while beyond capacity the growth
-is A (1 - 1/rho), which outgrows it.  So a run is called *overloaded* when the growth (Theil-Sen slope of bucketed
-means times the window) exceeds that noise, the buckets rise together (Kendall's tau) and requests that come late take
-longer than those that come early (which a mere rise of a bearable rate does not cause).
+What is judged is the *queue*: requests that are due and not yet started, at the client's limit or in the engine.  The
+number in flight would not do, for it also grows while an idle system fills up: a batch of long answers takes minutes to
+reach its usual size, in which nobody waits and nothing is overloaded.
+
+How overload is told from chance.  Let A requests be due in the arrival window.  A queue just *at* capacity wanders like
+a reflected random walk: after A requests its length is about sqrt(A (ca² + cs²)) |Z|, with ca and cs the coefficients
+of variation of the gaps between arrivals and of the work per request (the heavy-traffic limit, Kingman 1962; Whitt,
+"Stochastic-Process Limits", 2002, ch. 9), Z standard normal.  Twice that is exceeded by a queue at capacity in fewer
+than one run of twenty, and by a stable one hardly ever, while beyond capacity it becomes A (1 - 1/rho), which outgrows
+it.  So a run is called *overloaded* when the queue at the end of the arrivals exceeds that noise, rose through the
+window (Kendall's tau of bucketed means, or of the number in flight where the seats had to fill first), makes late
+requests wait longer than early ones, and has not fallen by a third or more from its height.  A queue that rose above
+the noise and fell again was an overload *at the peak*: it stands, is worked off, and is called backlogged.
+
+Where nothing of that shows, but the number in flight and the time in the system still grew when the last requests
+came, the system was still filling up, and the run is too short to tell.  So it is where the offered rate is known to
+exceed the saturation rate, but by so little for so few requests that what is left over fits into the batch and into
+chance.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import sqrt
+from math import inf
 
-import numpy as np
-
-from windtunnel.sim.metrics.latency import NS_PER_S, FloatArray
-from windtunnel.sim.records import IntArray, Outcome, Records
+from windtunnel.sim.metrics.latency import NS_PER_S
+from windtunnel.sim.metrics.trend import FOOT_SHARE, MIN_REQUESTS, Lives, Trend, backlog_trend, queue_trend
+from windtunnel.sim.metrics.words import count, digits, plural, seconds, verb
+from windtunnel.sim.records import Outcome, Records
 from windtunnel.sim.workload import Workload
 
-MIN_REQUESTS = 30
-"""Below this many requests no verdict is given."""
-NUM_BUCKETS = 20
-"""Equal parts of the window whose means are looked at for a trend."""
-MIN_TAU = 0.5
-"""Least Kendall correlation of those means with time that counts as steady growth."""
-NOISE_FACTOR = 2.0
-"""Multiple of the random-walk noise that growth must exceed."""
-MIN_GROWTH = 5.0
-"""Growth, in requests, that is never called overload, however regular the arrivals are."""
-MIN_LATENCY_RATIO = 1.25
-"""Least ratio of the latency of the last quarter of the requests to that of the first that counts as growing."""
+MIN_FILLING_SHARE = 0.25
+"""Least rise of the number in flight, as a share of its mean, that counts as a system still filling up."""
+MIN_RHO = 1.05
+"""Least ratio of offered to saturation rate that is believed to be above 1: the latter is known within about 3 %."""
 STANDING_QUEUE_SHARE = 0.5
 """Share of the arrival window with requests waiting from which on a queue is said to stand."""
 LONG_DRAIN_SHARE = 0.1
 """Time to empty the queue after the last arrival, as a share of the window, from which on it counts."""
-BURST_WINDOW_SHARE = 0.05
-"""If all arrivals fall into this share of the run, it is one burst that is worked off."""
 
 
 class Verdict(StrEnum):
@@ -50,18 +50,22 @@ class Verdict(StrEnum):
 
     STABLE = "stable"
     BACKLOGGED = "backlogged"
-    """A queue stood most of the time or had to be drained at the end, but did not grow without bound."""
+    """A queue stood most of the time, rose in a peak or had to be drained at the end, but not without bound."""
     OVERLOADED = "overloaded"
-    """More came than could be served: the number in the system grew through the arrival window."""
+    """More came than could be served: the queue grew for as long as requests arrived."""
     TOO_SHORT = "too_short"
-    """Too few requests, or a window too short against the time one request takes."""
+    """Too few requests, or they came for too short a time: the system was still filling up."""
     STALLED = "stalled"
     """Waiting requests could never be scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stability:
-    """The verdict, a sentence that says why, and the numbers behind it."""
+    """The verdict, a sentence that says why, and the numbers behind it.
+
+    The *queue* are the requests due and not yet started (at the client's limit or in the engine), the *backlog* those
+    due and not yet finished.
+    """
 
     verdict: Verdict
     reason: str
@@ -71,19 +75,25 @@ class Stability:
     """Requests due per second in that window; None if all are due at once."""
     completion_rate: float | None
     """Requests that finished in that window, per second."""
-    backlog_growth: float | None
-    """Growth of the number of requests in the system (due but not finished) over the part of the window that counts."""
-    backlog_noise: float | None
-    """Growth that chance alone explains at capacity."""
-    backlog_tau: float | None
-    """Kendall correlation of that number with time: 1 rises steadily, 0 has no trend."""
-    backlog_at_last_arrival: int
-    latency_ratio: float | None
-    """Median latency (from due) of the last quarter of the requests over that of the first quarter."""
+    queue_noise: float | None
+    """Length of the queue at the end of the window that chance alone explains at capacity; None if not looked at."""
+    queue_tau: float | None
+    """Kendall correlation of its length with time: 1 rises steadily, 0 has no trend."""
+    queue_peak: int
+    """Longest that the queue was while requests came."""
+    queue_peak_s: float
+    """When that was, from the first request due."""
+    queue_at_last_arrival: int
     queue_share: float
     """Share of the arrival window in which requests were left waiting by the scheduler (or at the client)."""
     queue_drain_s: float
     """From the last request due until the last one waiting was started."""
+    backlog_growth: float | None
+    """Growth of the backlog over the window without its ramp (Theil-Sen slope of bucketed means times its length)."""
+    backlog_tau: float | None
+    backlog_at_last_arrival: int
+    stay_ratio: float | None
+    """Mean time in the system in the last quarter of that part of the window over that in its first quarter."""
     drain_s: float
     """From the last request due until the end of the run."""
 
@@ -92,150 +102,89 @@ class Stability:
         """Whether latency statistics may be read as those of a steady state."""
         return self.verdict is Verdict.STABLE or self.verdict is Verdict.BACKLOGGED
 
+    @property
+    def has_peak(self) -> bool:
+        """Whether the queue outgrew chance in a peak, but was worked off from there on."""
+        is_backlog = self.verdict is Verdict.BACKLOGGED and self.queue_noise is not None
+        return is_backlog and self.queue_peak > (self.queue_noise or 0.0)
 
-def judge(records: Records, workload: Workload) -> Stability:
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether a longer run would show ever higher latencies: no promise about them can be kept."""
+        return self.verdict is Verdict.OVERLOADED or self.verdict is Verdict.STALLED
+
+
+def judge(records: Records, workload: Workload, *, saturation_request_throughput: float | None = None) -> Stability:
     """The stability verdict of a run.
 
     Times count from when a request was *due*: under a client-side limit (closed loop) the wait at the client shows
-    overload that the server never sees.
+    overload that the server never sees.  ``saturation_request_throughput`` (requests per second) is only asked where
+    the run itself is too short to tell.
     """
-    life = _Lives(records, workload)
-    trend = _strongest_trend(life)
-    verdict, reason = _verdict(records, life, trend)
+    life = Lives(records, workload)
+    queue, backlog = queue_trend(life), backlog_trend(life)
+    verdict, reason = _verdict(records, life, queue, backlog, saturation_request_throughput)
     window_s = life.window_ns / NS_PER_S
     return Stability(
         verdict=verdict,
         reason=reason,
         arrival_window_s=window_s,
         offered_request_rate=life.offered_request_rate,
-        completion_rate=float((life.gone <= life.last_due).sum()) / window_s if life.window_ns else None,
-        backlog_growth=trend.growth if trend else None,
-        backlog_noise=trend.noise if trend else None,
-        backlog_tau=trend.tau if trend else None,
-        backlog_at_last_arrival=int((life.gone > life.last_due).sum()),
-        latency_ratio=trend.latency_ratio if trend else None,
+        completion_rate=life.completion_rate,
+        queue_noise=queue.noise if queue else None,
+        queue_tau=queue.tau if queue else None,
+        queue_peak=life.peak.height,
+        queue_peak_s=(life.peak.time_ns - life.first_due) / NS_PER_S,
+        queue_at_last_arrival=life.queue_at_last_arrival,
         queue_share=life.queue_share,
         queue_drain_s=life.queue_drain_ns / NS_PER_S,
+        backlog_growth=backlog.growth if backlog else None,
+        backlog_tau=backlog.tau if backlog else None,
+        backlog_at_last_arrival=int((life.gone > life.last_due).sum()),
+        stay_ratio=backlog.stay_ratio if backlog else None,
         drain_s=(records.end_ns - life.last_due) / NS_PER_S if len(life.due) else 0.0,
     )
 
 
-class _Lives:
-    """When each request that was ever due came, was started and left; what never happened counts as the run's end."""
-
-    def __init__(self, records: Records, workload: Workload) -> None:
-        table = records.requests
-        came = np.flatnonzero(
-            (table.due_ns >= 0) & (table.due_ns <= records.end_ns) & (table.outcome != Outcome.REJECTED)
-        )
-        came = came[np.argsort(table.due_ns[came], kind="stable")]
-        self.due: IntArray = table.due_ns[came]
-        self.sent: IntArray = _or_end(table.arrival_ns[came], records.end_ns)
-        self.started: IntArray = _or_end(table.scheduled_ns[came], records.end_ns)
-        self.gone: IntArray = _or_end(table.finish_ns[came], records.end_ns)
-        self.max_concurrency = workload.max_concurrency
-        self.first_due = int(self.due[0]) if len(came) else 0
-        self.last_due = int(self.due[-1]) if len(came) else 0
-        self.window_ns = self.last_due - self.first_due
-        self.duration_ns = max(records.end_ns - self.first_due, 1)
-        self.queue_drain_ns = max(int(self.started.max(initial=0)) - self.last_due, 0) if len(came) else 0
-        queue_window = (self.first_due, records.end_ns if self.is_burst else self.last_due)
-        self.queue_share_at_server = self._queue_share_at_server(records, *queue_window)
-        self.queue_share_at_client = self._queue_share_at_client(*queue_window)
-        served = self.gone - self.started
-        self.usual_service_ns = float(np.median(served)) if len(came) else 0.0
-        self.long_service_ns = float(np.percentile(served, 90)) if len(came) else 0.0
-        self.noise_per_request = sqrt(_square_cv(np.diff(self.due)) + _square_cv(table.num_output_tokens[came]))
-
-    @property
-    def offered_request_rate(self) -> float | None:
-        return (len(self.due) - 1) * NS_PER_S / self.window_ns if self.window_ns else None
-
-    @property
-    def is_burst(self) -> bool:
-        return self.window_ns <= BURST_WINDOW_SHARE * self.duration_ns
-
-    @property
-    def queue_share(self) -> float:
-        return max(self.queue_share_at_server, self.queue_share_at_client)
-
-    def _queue_share_at_server(self, records: Records, start: int, end: int) -> float:
-        """Share of the time, averaged over replicas, in steps whose decision left requests waiting."""
-        if end <= start:
-            return 0.0
-        waited_ns = 0.0
-        for replica in records.replicas:
-            left_waiting = replica.steps.num_waiting > 0
-            waited_ns += _overlap(replica.steps.start_ns[left_waiting], replica.steps.end_ns[left_waiting], start, end)
-        return waited_ns / (end - start) / max(len(records.replicas), 1)
-
-    def _queue_share_at_client(self, start: int, end: int) -> float:
-        held = self.sent > self.due
-        return _union(self.due[held], self.sent[held], start, end) / (end - start) if end > start else 0.0
+def _is_overload(life: Lives, queue: Trend, backlog: Trend | None) -> bool:
+    """Whether the queue outgrew chance by the end, steadily; where seats filled first, the backlog has to rise so."""
+    if life.queue_at_last_arrival <= queue.noise or life.has_fallen:
+        return False
+    return queue.is_rising or (backlog is not None and backlog.is_rising)
 
 
-@dataclass(frozen=True, slots=True)
-class _Trend:
-    growth: float
-    noise: float
-    tau: float
-    latency_ratio: float
-
-    @property
-    def is_overload(self) -> bool:
-        grows = self.growth > self.noise and self.tau >= MIN_TAU
-        return grows and self.latency_ratio >= MIN_LATENCY_RATIO
+def _is_filling(backlog: Trend | None) -> bool:
+    """Whether the system still held ever more when the last requests came."""
+    if backlog is None or not backlog.is_rising:
+        return False
+    return backlog.growth > max(backlog.noise, MIN_FILLING_SHARE * float(backlog.level.mean()))
 
 
-def _strongest_trend(life: _Lives) -> _Trend | None:
-    """Trend of the requests in the system after the ramp, or of those not yet started over the whole window."""
-    if life.is_burst or len(life.due) < MIN_REQUESTS:
-        return None
-    in_system = _trend(life, life.gone, life.first_due + int(max(life.long_service_ns, 0.1 * life.window_ns)))
-    not_started = _trend(life, life.started, life.first_due)
-    if in_system is None or (not_started is not None and not_started.is_overload and not in_system.is_overload):
-        return not_started
-    return in_system
-
-
-def _trend(life: _Lives, leaves: IntArray, start_ns: int) -> _Trend | None:
-    if start_ns > life.first_due + life.window_ns // 2:
-        return None
-    edges = np.linspace(start_ns, life.last_due, NUM_BUCKETS + 1)
-    level = np.diff(_integral(life.due, edges) - _integral(np.sort(leaves), edges)) / np.diff(edges)
-    later, earlier = np.tril_indices(NUM_BUCKETS, -1)
-    rises = level[later] - level[earlier]
-    slope = float(np.median(rises / (later - earlier)))
-    counted = life.due >= start_ns
-    waits = (leaves - life.due)[counted]
-    quarter = max(len(waits) // 4, 1)
-    early, late = float(np.median(waits[:quarter])), float(np.median(waits[-quarter:]))
-    return _Trend(
-        growth=slope * NUM_BUCKETS,
-        noise=max(NOISE_FACTOR * life.noise_per_request * sqrt(int(counted.sum())), MIN_GROWTH),
-        tau=float(np.sign(rises).mean()),
-        latency_ratio=late / early if early > 0 else (float("inf") if late > 0 else 1.0),
-    )
-
-
-def _verdict(records: Records, life: _Lives, trend: _Trend | None) -> tuple[Verdict, str]:
+def _verdict(
+    records: Records, life: Lives, queue: Trend | None, backlog: Trend | None, saturation: float | None
+) -> tuple[Verdict, str]:
+    num_came = len(life.due)
     if records.stalled:
         stuck = int((records.requests.outcome == Outcome.UNFINISHED).sum())
         return Verdict.STALLED, (
-            f"the run stopped with {stuck:,} unfinished requests of which the first in the queue can never be "
+            f"the run stopped with {plural(stuck, 'unfinished request')}, of which the first in the queue can never be "
             "scheduled: it needs more KV blocks or tokens than the engine can ever give"
         )
-    if len(life.due) < MIN_REQUESTS:
-        return Verdict.TOO_SHORT, f"{len(life.due)} requests are too few to tell, at least {MIN_REQUESTS} are needed"
-    if trend is not None and trend.is_overload:
-        return Verdict.OVERLOADED, _why_overloaded(life, trend)
+    if num_came < MIN_REQUESTS:
+        few = f"{plural(num_came, 'request')} {verb(num_came, 'is', 'are')} too few to tell"
+        return Verdict.TOO_SHORT, f"{few}, at least {MIN_REQUESTS} are needed"
+    if queue is not None and _is_overload(life, queue, backlog):
+        return Verdict.OVERLOADED, _why_overloaded(life, queue)
     if life.is_burst:
         return _verdict_of_burst(life)
-    if life.window_ns < 2 * life.usual_service_ns:
-        return Verdict.TOO_SHORT, (
-            f"requests came for {_s(life.window_ns)} only and one takes {_s(life.usual_service_ns)} to serve: no "
-            "steady state could form, let them come for several times as long"
-        )
+    if life.window_ns < 2 * life.long_service_ns:
+        return Verdict.TOO_SHORT, _why_no_steady_state(life)
+    if queue is not None and _excess_could_hide(life, queue, saturation):
+        return Verdict.TOO_SHORT, _why_hidden(life, saturation or 0.0)
+    if queue is not None and life.peak.height > queue.noise:
+        return Verdict.BACKLOGGED, _why_peak(life)
+    if backlog is not None and _is_filling(backlog):
+        return Verdict.TOO_SHORT, _why_filling(life, backlog)
     if _was_drained(life):
         return Verdict.BACKLOGGED, (
             f"the queue did not grow steadily, but the last request waiting was started only "
@@ -253,66 +202,85 @@ def _verdict(records: Records, life: _Lives, trend: _Trend | None) -> tuple[Verd
     )
 
 
-def _verdict_of_burst(life: _Lives) -> tuple[Verdict, str]:
+def _verdict_of_burst(life: Lives) -> tuple[Verdict, str]:
     if life.max_concurrency is not None:
         if life.queue_share_at_server > STANDING_QUEUE_SHARE:
             return Verdict.BACKLOGGED, (
-                f"closed loop with {life.max_concurrency:,} requests in flight: the load adapts to the server, yet "
-                f"some of them waited in its queue {life.queue_share_at_server:.0%} of the time"
+                f"closed loop with {_in_flight(life)}: the load adapts to the server, yet some of them waited in its "
+                f"queue {life.queue_share_at_server:.0%} of the time"
             )
-        return Verdict.STABLE, (
-            f"closed loop with {life.max_concurrency:,} requests in flight: the load adapts to the server"
-        )
+        return Verdict.STABLE, f"closed loop with {_in_flight(life)}: the load adapts to the server"
     return Verdict.BACKLOGGED, (
         f"all {len(life.due):,} requests were due within {_s(life.window_ns)} and worked off in "
         f"{_s(life.duration_ns)}: throughput is that of a full system, latencies are those of one burst"
     )
 
 
-def _was_drained(life: _Lives) -> bool:
+def _in_flight(life: Lives) -> str:
+    return f"{plural(life.max_concurrency or 0, 'request')} in flight"
+
+
+def _was_drained(life: Lives) -> bool:
     return life.queue_drain_ns > LONG_DRAIN_SHARE * life.window_ns
 
 
-def _why_overloaded(life: _Lives, trend: _Trend) -> str:
-    window_s = life.window_ns / NS_PER_S
-    done = float((life.gone <= life.last_due).sum()) / window_s
-    place = " (counting the wait at the client's limit)" if life.max_concurrency else ""
+def _excess_could_hide(life: Lives, queue: Trend, saturation: float | None) -> bool:
+    """Whether more was offered than can be served, by so little that the batch and chance hold what is left over."""
+    offered = life.offered_request_rate
+    if saturation is None or offered is None or life.max_concurrency is not None or offered < MIN_RHO * saturation:
+        return False
+    left_over = len(life.due) * (1 - saturation / offered)
+    return left_over <= queue.noise + life.num_running_peak
+
+
+def _why_overloaded(life: Lives, queue: Trend) -> str:
     return (
-        f"{life.offered_request_rate or 0:,.2f} requests/s were offered and {done:,.2f}/s finished: the backlog{place} "
-        f"grew by {trend.growth:,.0f} requests in {_s(life.window_ns)}, where chance explains {trend.noise:,.0f}"
+        f"{count(life.offered_request_rate)} requests/s were offered and {count(life.completion_rate)}/s finished: the "
+        f"queue{_place(life)} grew to {life.queue_at_last_arrival:,} requests by the last arrival, after "
+        f"{_s(life.window_ns)}, where chance explains {queue.noise:,.0f}"
     )
 
 
-def _or_end(times: IntArray, end_ns: int) -> IntArray:
-    return np.where(times < 0, end_ns, times)
+def _why_peak(life: Lives) -> str:
+    peak, left = life.peak, life.queue_at_last_arrival
+    worked_off = "it was worked off before the last request came"
+    return (
+        f"more came at the peak than could be served: from {_s(peak.foot_ns - life.first_due)} to "
+        f"{_s(peak.time_ns - life.first_due)} after the first request {count(peak.arrival_rate)} requests/s were due "
+        f"and the queue{_place(life)} grew to {peak.height:,}; "
+        + (f"{left:,} were left when the last request came" if left > FOOT_SHARE * peak.height else worked_off)
+    )
 
 
-def _square_cv(values: IntArray) -> float:
-    mean = float(values.mean()) if len(values) else 0.0
-    return float(values.var()) / mean**2 if mean > 0 else 0.0
+def _why_no_steady_state(life: Lives) -> str:
+    long = f" (up to {_s(life.long_service_ns)} for nine in ten)" if life.window_ns >= life.usual_service_ns else ""
+    return (
+        f"requests came for {_s(life.window_ns)} only and one takes {_s(life.usual_service_ns)} to serve{long}: no "
+        "steady state could form, let them come for several times as long"
+    )
 
 
-def _integral(times: IntArray, edges: FloatArray) -> FloatArray:
-    """For each edge t the integral up to t of the number of (sorted) times that lie before: sum of max(0, t - time)."""
-    before: IntArray = np.searchsorted(times, edges, side="right")
-    origin = edges[0]  # keeps the sums small, so that doubles hold them well
-    summed = np.concatenate(([0.0], np.cumsum(times - origin)))
-    total: FloatArray = before * (edges - origin) - summed[before]
-    return total
+def _why_filling(life: Lives, backlog: Trend) -> str:
+    waited = "hardly any request waited" if life.queue_share < 0.1 else "the queue did not outgrow chance"
+    longer = f"{digits(backlog.stay_ratio, 2)} times as long as" if backlog.stay_ratio < inf else "longer than"
+    return (
+        f"{waited}, but the number in flight still grew (by {backlog.growth:,.0f} after the ramp-up, to "
+        f"{backlog.level[-1]:,.0f}) and late requests took {longer} early ones: the system was still filling up, let "
+        "requests come for several times as long"
+    )
 
 
-def _overlap(start_ns: IntArray, end_ns: IntArray, low: int, high: int) -> float:
-    """Summed length of disjoint intervals inside [low, high]."""
-    return float(np.maximum(np.minimum(end_ns, high) - np.maximum(start_ns, low), 0).sum())
+def _why_hidden(life: Lives, saturation: float) -> str:
+    return (
+        f"{count(life.offered_request_rate)} requests/s were offered and {count(saturation)}/s can be served at "
+        f"saturation, but what {len(life.due):,} requests leave over fits into the batch: let several times as many "
+        "come to see the queue grow"
+    )
 
 
-def _union(start_ns: IntArray, end_ns: IntArray, low: int, high: int) -> float:
-    """Length of the union of intervals (sorted by start) inside [low, high]."""
-    if not len(start_ns):
-        return 0.0
-    reached = np.concatenate(([low], np.maximum.accumulate(end_ns)[:-1]))
-    return _overlap(np.maximum(start_ns, reached), end_ns, low, high)
+def _place(life: Lives) -> str:
+    return " (counting the wait at the client's limit)" if life.max_concurrency else ""
 
 
 def _s(time_ns: float) -> str:
-    return f"{time_ns / NS_PER_S:,.3g} s"
+    return seconds(time_ns / NS_PER_S)

@@ -33,6 +33,7 @@ from windtunnel.sim.metrics.load import (
 from windtunnel.sim.metrics.sample import LatencyStats, Sample, latency_stats, sample
 from windtunnel.sim.metrics.slo import GoodputLimits, Slo, SloResult, parse_slos
 from windtunnel.sim.metrics.stability import Stability, Verdict, judge
+from windtunnel.sim.metrics.words import plural, seconds
 from windtunnel.sim.records import IntArray, Outcome, Records
 from windtunnel.sim.workload import Workload
 
@@ -107,7 +108,10 @@ class Summary:
     peak_concurrent_requests: int
     """Most requests in flight at one instant."""
     request_rate: float | None
-    """Requests due per second (from the first to the last); None if all are due at once."""
+    """Offered: requests due per second, measured from the first to the last; None if all are due at once.
+
+    Where turns of a conversation follow answers it counts turns, whatever rate conversations begin at.
+    """
     max_concurrency: int | None
     percentiles: tuple[float, ...]
     ttft: LatencyStats
@@ -140,6 +144,10 @@ class Summary:
         ``detailed`` adds the lists of one entry a request (in seconds, 0 for a failed request), as
         ``--save-detailed`` does; ``metadata`` sets top-level keys such as ``model_id``.  ``date`` is null: the same
         seed must give the same bytes.  Where nothing was measured the value is null (vLLM writes 0).
+
+        ``request_rate`` and ``burstiness`` are what vLLM's client was configured with.  Records do not know that: the
+        former is the rate at which requests were due, as measured (``"inf"`` if all at once; also under
+        ``offered_request_rate``, then null), the latter null, unless ``metadata`` sets them.
         """
         return _to_dict(self, detailed, metadata or {})
 
@@ -175,7 +183,7 @@ def summarize(
     completed = outcomes[Outcome.FINISHED]
     rows = samples.latencies.rows
     inputs, outputs = int(table.num_prompt_tokens[rows].sum()), int(table.num_output_tokens[rows].sum())
-    stability = judge(records, workload)
+    stability = judge(records, workload, saturation_request_throughput=saturation_request_throughput)
     throughput, e2el = per_second(completed, duration_ns), latency_stats(samples["e2el"], percentiles)
     littles_law = throughput * e2el.mean_ms / 1000 if throughput is not None and e2el.mean_ms is not None else None
     rho = utilisation(
@@ -217,8 +225,8 @@ def summarize(
         stability=stability,
         warnings=(),
     )
-    checked = tuple(_check(objective, summary, samples) for objective in slos)
-    return replace(summary, slo=checked, warnings=tuple(_warnings(summary)))
+    summary = replace(summary, slo=tuple(_check(objective, summary, samples) for objective in slos))
+    return replace(summary, warnings=tuple(_warnings(summary)))
 
 
 class _Samples:
@@ -326,12 +334,18 @@ def _check(slo: Slo, summary: Summary, samples: _Samples) -> SloResult:
         # a latency that no request could have (no gap between tokens) breaks no promise; no finished request does
         passed = summary.completed > 0 and summary.failed == 0
         return SloResult(slo, None, passed, "nothing to measure")
-    return SloResult(slo, measured, slo.holds(measured), _note(slo, summary))
+    passed = slo.holds(measured) and not (summary.stability.is_hopeless and _depends_on_the_end(slo))
+    return SloResult(slo, measured, passed, _note(slo, summary))
+
+
+def _depends_on_the_end(slo: Slo) -> bool:
+    """Whether a longer run of an overloaded system would measure something else, and worse."""
+    return slo.unit == "ms" or slo.metric == "goodput"
 
 
 def _note(slo: Slo, summary: Summary) -> str:
-    if slo.unit == "ms" and not summary.stability.is_steady:
-        return f"not a steady state ({summary.stability.verdict})"
+    if _depends_on_the_end(slo) and not summary.stability.is_steady:
+        return f"not a steady state: {summary.stability.verdict.replace('_', ' ')}"
     if slo.unit == "ms" and summary.failed:
         return f"over the {summary.completed:,} finished requests only"
     return ""
@@ -396,32 +410,38 @@ def _counts(summary: Summary) -> dict[str, int]:
 
 def _warnings(summary: Summary) -> list[str]:
     stability, found = summary.stability, []
-    if stability.verdict in (Verdict.OVERLOADED, Verdict.STALLED):
-        found.append(
-            f"{stability.verdict.upper()}: {stability.reason}. The latencies describe this run's length, "
-            "not a steady state: a longer run would show higher ones."
-        )
+    if stability.is_hopeless:
+        found.append(f"{stability.verdict.upper()}: {stability.reason}. {_what_latencies_are(summary)}")
     if stability.verdict is Verdict.TOO_SHORT:
         found.append(f"Too short for a verdict: {stability.reason}.")
     if summary.failed:
         found.append(
-            f"{summary.failed:,} of {summary.num_prompts:,} requests did not finish ({summary.rejected:,} rejected, "
-            f"{summary.aborted:,} aborted, {summary.unfinished:,} unfinished); latencies leave them out and may look "
-            "better than what clients saw."
+            f"{summary.failed:,} of {plural(summary.num_prompts, 'request')} did not finish "
+            f"({summary.rejected:,} rejected, {summary.aborted:,} aborted, {summary.unfinished:,} unfinished); "
+            "latencies leave them out and may look better than what clients saw."
         )
     too_fine = [percent for percent in summary.percentiles if 0 < summary.completed * (1 - percent / 100) < 1]
     if too_fine:
+        over = f"P{percent_word(too_fine[0])} over {plural(summary.completed, 'request')}"
         found.append(
-            f"P{too_fine[0]:g} over {summary.completed:,} requests is hardly more than the largest value; "
-            f"take at least {round(100 / (100 - too_fine[0])):,} requests, better ten times as many."
+            f"{over} is hardly more than the largest value; take at least {round(100 / (100 - too_fine[0])):,} "
+            "requests, better ten times as many."
         )
     waited_ms, e2el_ms = summary.client_queue_time.mean_ms, summary.e2el.mean_ms
     if waited_ms and e2el_ms and waited_ms > 0.1 * e2el_ms:
         found.append(
-            f"Requests waited {waited_ms / 1000:,.3g} s at the client on average before they were sent; as in vllm "
+            f"Requests waited {seconds(waited_ms / 1000)} at the client on average before they were sent; as in vllm "
             "bench serve TTFT and E2EL leave that out (see Client Queue Time)."
         )
     return found
+
+
+def _what_latencies_are(summary: Summary) -> str:
+    if summary.stability.verdict is Verdict.STALLED:
+        return "The latencies are those of the requests that came through."
+    text = "The latencies describe this run's length, not a steady state: a longer run would show higher ones"
+    kept = any(_depends_on_the_end(result.slo) and result.measured is not None for result in summary.slo)
+    return f"{text}, so no objective on latency or goodput counts as kept." if kept else f"{text}."
 
 
 LATENCY_KEYS = ("ttft", "tpot", "itl", "e2el")
@@ -469,6 +489,7 @@ def _our_keys(summary: Summary) -> dict[str, Any]:
     stability = summary.stability
     return {
         "windtunnel_schema_version": SCHEMA_VERSION,
+        "offered_request_rate": summary.request_rate,
         **_latency_keys("queue_time", summary.queue_time),
         "rejected": summary.rejected,
         "aborted": summary.aborted,
