@@ -14,9 +14,9 @@ from typing import Any
 
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.keys import TokenKeys
+from windtunnel.sim.engine.per_request import SpeculativePlan, make_scheduler
 from windtunnel.sim.engine.plan import Speculated, StepPlan
 from windtunnel.sim.engine.request import Request
-from windtunnel.sim.engine.per_request import SpeculativePlan, make_scheduler
 
 JsonDict = dict[str, Any]
 
@@ -71,7 +71,9 @@ class _Replay:
         )
         self.notify: list[str] = []  # finished or aborted since the last decision: the next one tells the worker
         self.num_decisions = 0
-        self.under_way: deque[tuple[int, StepPlan, list[str]]] = deque()  # (decision, plan, who yields a token), newest first
+        self.under_way: deque[tuple[int, StepPlan, list[str]]] = (
+            deque()
+        )  # (decision, plan, who yields a token), newest first
         self.depth = self.config.max_steps_under_way
         self.totals = {"sched_tokens": 0, "preemptions": 0, "finished": 0, "hit_tokens": 0}
         self.most_preemptions = 0
@@ -275,9 +277,7 @@ class _Speculation:
         self._num_verified[request] += 1
         if request in plan.padded:
             return 0
-        while (
-            count < plan.num_drafts[request] and _unit(self._seeds[request], turn * 64 + count) < self.acceptance
-        ):
+        while count < plan.num_drafts[request] and _unit(self._seeds[request], turn * 64 + count) < self.acceptance:
             count += 1
         return count
 

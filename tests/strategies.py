@@ -104,5 +104,8 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         fields["spec_method"] = draw(st.sampled_from(["ngram", "eagle3", "draft_model"]))
         fields["pipeline_parallel_size"] = draw(st.sampled_from([1, 1, 2, 4]))
         fields["use_v2_model_runner"] = draw(st.booleans())
-        spec = {"acceptance": draw(st.sampled_from([0.0, 0.6, 1.0])), "num_draft": draw(st.sampled_from(["full", "seeded"]))}
+        spec = {
+            "acceptance": draw(st.sampled_from([0.0, 0.6, 1.0])),
+            "num_draft": draw(st.sampled_from(["full", "seeded"])),
+        }
     return {"spec": spec, "name": "drawn", "config": fields, "requests": requests, "max_steps": 400}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from windtunnel.sim.engine.request import Request
 
-
 Calendar = dict[int, dict[Request, None]]
 
 

@@ -11,7 +11,6 @@ from windtunnel.sim.engine.plan import Chunk, Preemption, Speculated, StepPlan, 
 from windtunnel.sim.engine.request import Request, Status
 from windtunnel.sim.engine.scheduler import Scheduler, extend_spans
 
-
 NOTHING_SPECULATED = Speculated({}, {})
 
 
@@ -101,9 +100,10 @@ class PerRequestScheduler(Scheduler):
         finished = []
         for chunk in plan.chunks:
             request = chunk.request
-            if request.status <= Status.PREEMPTED:
-                if self._take_outcome(plan, chunk, num_accepted.get(request, 0), end_ns):
-                    finished.append(request)
+            if request.status > Status.PREEMPTED:
+                continue
+            if self._take_outcome(plan, chunk, num_accepted.get(request, 0), end_ns):
+                finished.append(request)
         for request in finished:
             if request.status == Status.RUNNING:
                 self._stop_running(request, self._progress[request].num_full_blocks)
@@ -309,7 +309,7 @@ class PerRequestScheduler(Scheduler):
         hits = super()._lookup(request)
         return hits[:-1] if self.config.drops_last_hit else hits
 
-    def _num_full_blocks(self, request: Request, num_scheduled: int = 0) -> int:
+    def _num_full_blocks(self, request: Request, num_scheduled: int = 0) -> int:  # noqa: ARG002
         return self._progress[request].num_full_blocks
 
     def _num_known(self, request: Request) -> int:

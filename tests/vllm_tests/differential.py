@@ -46,6 +46,7 @@ def first_difference(case: dict[str, Any]) -> tuple[int, str | None, list[LineT]
 def run(first_seed: int, num_steps: int, progress: Any = sys.stderr) -> dict[str, Any]:
     """Compare cases from ``first_seed`` on until ``num_steps`` steps are done; what was compared, as plain data."""
     import vllm
+
     from vllm_tests.random_cases import random_case
 
     start, steps, seed = time.monotonic(), 0, first_seed
