@@ -35,7 +35,6 @@ $(VENV)/.lint: $(VENV)/.base
 	@touch $@
 
 demo: $(VENV)/.base
-	@mkdir -p demo
 	$(BIN)/windtunnel simulate chat-8b-h100 --output demo/run --html demo/report.html --force
 	@echo "open demo/report.html"
 

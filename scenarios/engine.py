@@ -30,6 +30,7 @@ _BY_DEVICE = (
     "enable_prefix_caching",
 )
 """Knobs whose defaults ``engine_defaults`` knows; the others have those of SchedulerConfig."""
+_OWN_DEFAULTS = {"async_scheduling": "windtunnel default; vLLM's is on for GPUs, off for CPUs"}
 _KEY_OF_FIELD = {"policy": "scheduling_policy"}
 
 
@@ -84,7 +85,7 @@ def _of_scheduler_config(given: Mapping[str, Any], source: str) -> _Settings:
     """What is given, and SchedulerConfig's own defaults for the rest."""
     default = {item.name: item.default for item in fields(SchedulerConfig)}
     values = {key: default[key] if value is None else value for key, value in given.items()}
-    return _Settings(values, dict.fromkeys(values, source))
+    return _Settings(values, {**dict.fromkeys(values, source), **_OWN_DEFAULTS})
 
 
 def _bare(ledger: Ledger, model: ModelSpec | None, given: Mapping[str, Any]) -> _Settings:

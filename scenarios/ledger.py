@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from windtunnel.scenarios.errors import ScenarioError
-from windtunnel.scenarios.workloads.errors import TraceError
+from windtunnel.scenarios.workloads.errors import TraceError, printable
 from windtunnel.sim.cost.profile import ProfileError
 from windtunnel.sim.deployment.model import UnsupportedModel
 
@@ -53,7 +53,8 @@ class Ledger:
         """Write down a setting; ``default_source`` is its source unless somebody gave it.  None is no setting."""
         if value is not None:
             path = (key,) if section == "scenario" else (section, key)
-            self._entries.append(Entry(section, key, value, self.loaded.source_of(*path) or default_source))
+            shown = printable(value) if isinstance(value, str) else value
+            self._entries.append(Entry(section, key, shown, self.loaded.source_of(*path) or default_source))
 
     def pick(self, section: str, key: str, given: T | None, default: T, default_source: str) -> T:
         """What was given, or the default; written down either way."""

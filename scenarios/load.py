@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
+from windtunnel.scenarios.flags import KEY_OF_PARAMETER, flag_of
 from windtunnel.scenarios.locate import KeyPath, key_lines
 from windtunnel.scenarios.schema import (
     COST_KINDS,
@@ -24,6 +25,7 @@ from windtunnel.scenarios.schema import (
     cost_kind,
     workload_kind,
 )
+from windtunnel.scenarios.workloads.errors import printable
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -135,11 +137,11 @@ def _read_mapping(table: Mapping[str, Any]) -> _Raw:
 def _read_file(source: str | Path) -> _Raw:
     path = Path(source)
     if path.exists():
-        text, origin, base_dir = _file_text(path), str(source), path.parent
+        text, origin, base_dir = _file_text(path), printable(str(source)), path.parent
     else:
         text, origin, base_dir = _bundled_text(str(source)), f"{source}.toml", Path()
     raw = _parse(text, origin)
-    raw.setdefault("name", path.stem)
+    raw.setdefault("name", printable(path.stem))
     return raw, {key: f"{origin}:{line}" for key, line in key_lines(text).items()}, origin, base_dir
 
 
@@ -167,8 +169,8 @@ def _bundled_text(name: str) -> str:
     names = _bundled_names()
     if name in names:
         return str(_data_folder().joinpath(f"{name}.toml").read_text("utf-8"))
-    near = _suggestion(name, names)
-    raise ScenarioUnreadable(f"no scenario file {name}, and no bundled scenario of that name{near}")
+    hint = _suggestion(name, names) or f"; bundled are {', '.join(names)}"
+    raise ScenarioUnreadable(f"no scenario file {name}, and no bundled scenario of that name{hint}")
 
 
 def _bundled_names() -> list[str]:
@@ -187,7 +189,7 @@ def _paths(table: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _merge(raw: dict[str, Any], sources: dict[KeyPath, str], overrides: Mapping[str, Override]) -> tuple[str, ...]:
-    notes = _make_room(raw, sources, overrides)
+    notes = (*_make_room(raw, sources, overrides), *_replaced_lists(raw, overrides))
     for key, override in overrides.items():
         path = override_path(key)
         _forget(sources, path)
@@ -221,6 +223,15 @@ def _make_room(raw: dict[str, Any], sources: dict[KeyPath, str], overrides: Mapp
             _forget(sources, ("workload", old))
             notes.append(f"{overrides[new].source} replaces the scenario's own {old}")
     return tuple(notes)
+
+
+def _replaced_lists(raw: Mapping[str, Any], overrides: Mapping[str, Override]) -> Iterator[str]:
+    """Says which objectives and limits of the file an override drops: they are not added up."""
+    given = raw.get("slo")
+    for key in ("objectives", "goodput"):
+        old = given.get(key) if isinstance(given, dict) else None
+        if key in overrides and isinstance(old, list) and old and old != overrides[key].value:
+            yield f"{overrides[key].source} replaces the scenario's own {key}: {', '.join(map(str, old))}"
 
 
 def _forget(sources: dict[KeyPath, str], path: KeyPath) -> None:
@@ -281,9 +292,16 @@ def _unknown_key(path: KeyPath, raw: dict[str, Any]) -> str:
         )
     section = str(path[0])
     known = list(_variant(section, raw).model_fields)
-    hint = _wrong_variant(section, key) or _other_home(section, key) or _suggestion(key, known)
+    hint = _flag_name(key, known) or _wrong_variant(section, key) or _other_home(section, key)
+    hint = hint or _suggestion(key, known)
     hint = hint or _suggestion(key, _all_keys())
     return f"unknown key {key!r} in [{section}]{hint or '; known are ' + ', '.join(known)}"
+
+
+def _flag_name(key: str, known: list[str]) -> str:
+    """What a key is called here that is written as its flag."""
+    name = KEY_OF_PARAMETER.get(key.replace("-", "_"), key.replace("-", "_"))
+    return f"; it is called {name!r} here" if name != key and name in known else ""
 
 
 def _variant(section: str, raw: dict[str, Any]) -> type[BaseModel]:
@@ -324,7 +342,8 @@ def _all_keys() -> list[str]:
 
 
 def _suggestion(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    begins_alike = [name for name in known if key and name.startswith(key)]
+    near = begins_alike or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -332,7 +351,7 @@ def _remedy_for_missing(path: KeyPath) -> str:
     if path == ("workload",):
         return ": give a trace (--trace), or num_requests, input and output (--num-prompts, --input-len, --output-len)"
     if path[0] == "workload":
-        return " (or give a trace)"
+        return f": give {flag_of(str(path[-1]), 'workload')} or {path[-1]} under [workload], or a trace (--trace)"
     return ""
 
 

@@ -14,10 +14,11 @@ from windtunnel.sim.workload import Workload
 if TYPE_CHECKING:
     from windtunnel.scenarios.workloads.arrivals import Arrivals
     from windtunnel.scenarios.workloads.lengths import Lengths
+    from windtunnel.sim.deployment.model import ModelSpec
 
 DEFAULT_NUM_PROMPTS = 1000
 BENCH_DEFAULT = "vllm bench serve default"
-_READER_ARGUMENTS = {"start": "start_s", "duration": "duration_s", "trace_model": "model"}
+_READER_ARGUMENTS = {"start": "start_s", "duration": "duration_s"}
 """Keys of a trace workload that read_trace calls by another name."""
 
 
@@ -118,32 +119,43 @@ def _priorities(ledger: Ledger, given: dict[str, float] | None) -> dict[int, flo
         raise ledger.blame(message, "workload", "priorities") from None
 
 
-def check_lengths(ledger: Ledger, workload: Workload, max_model_len: int) -> None:
+def check_lengths(ledger: Ledger, workload: Workload, max_model_len: int, model: ModelSpec | None) -> None:
     """Say what max_model_len will do to the requests; refuse to run when it leaves none."""
     refused = int((workload.num_prompt_tokens >= max_model_len).sum())
     if refused:
-        _tell_refused(ledger, workload, max_model_len, refused)
+        _tell_refused(ledger, workload, max_model_len, refused, model)
     total = workload.num_prompt_tokens + workload.num_output_tokens
     cut = total[(total > max_model_len) & (workload.num_prompt_tokens < max_model_len)]
     if len(cut):
+        longest = int(cut.max())
         ledger.warnings.append(
             f"{len(cut):,} of {len(workload):,} requests reach max_model_len ({max_model_len:,}) before their output "
-            f"ends and are cut there, as vLLM does (longest: {int(cut.max()):,}): raise max_model_len to serve them "
-            "whole"
+            f"ends and are cut there, as vLLM does (longest: {longest:,}): {_how_to_serve(longest, model)} to serve "
+            "them whole"
         )
 
 
-def _tell_refused(ledger: Ledger, workload: Workload, max_model_len: int, refused: int) -> None:
+def _tell_refused(
+    ledger: Ledger, workload: Workload, max_model_len: int, refused: int, model: ModelSpec | None
+) -> None:
     longest = int(workload.num_prompt_tokens.max())
     which = f"have max_model_len ({max_model_len:,}) tokens or more"
+    remedy = _how_to_serve(longest + 1, model)
     if refused == len(workload):
         raise ledger.blame(
-            f"all {refused:,} prompts {which}, so vLLM refuses every one: raise max_model_len above {longest:,} or "
-            "shorten the prompts",
+            f"all {refused:,} prompts {which}, so vLLM refuses every one (longest: {longest:,}): {remedy}, or shorten "
+            "the prompts",
             "engine",
             "max_model_len",
         )
     ledger.warnings.append(
         f"{refused:,} of {len(workload):,} prompts {which} and are rejected, as vLLM does (longest: {longest:,}): "
-        "raise max_model_len to serve them"
+        f"{remedy} to serve them"
     )
+
+
+def _how_to_serve(num_tokens: int, model: ModelSpec | None) -> str:
+    """The remedy for a request of so many tokens: a longer max_model_len, as far as the model goes."""
+    if model is None or num_tokens <= model.max_model_len:
+        return f"raise max_model_len to {num_tokens:,}"
+    return f"take a model with a longer context than {model.name} ({model.max_model_len:,} tokens)"

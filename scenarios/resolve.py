@@ -16,7 +16,7 @@ from windtunnel.sim.cost import constant
 from windtunnel.sim.cost.profile import load_profile
 from windtunnel.sim.cost.roofline import RooflineCost, RooflineFactors
 from windtunnel.sim.deployment.engine_args import ENGINE_VERSION
-from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu
+from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu, siblings
 from windtunnel.sim.deployment.memory import KvPool
 from windtunnel.sim.deployment.model import ModelSpec, load_model
 from windtunnel.sim.engine.config import SchedulerConfig
@@ -107,10 +107,11 @@ def resolve(loaded: Loaded) -> Resolved:
     seed = ledger.pick("scenario", "seed", scenario.seed, 0, WINDTUNNEL_DEFAULT)
     hardware = _hardware(ledger)
     config, pool = make_engine(ledger, hardware)
+    _check_context(ledger, hardware.model, config.max_model_len)
     cost = _cost(ledger, hardware)
     slo, goodput = _objectives(ledger)
     workload = make_workload(ledger, seed)
-    check_lengths(ledger, workload, config.max_model_len)
+    check_lengths(ledger, workload, config.max_model_len, hardware.model)
     check_fits(workload, config)
     percentiles = ledger.pick("run", "percentiles", scenario.run.percentiles, DEFAULT_PERCENTILES, WINDTUNNEL_DEFAULT)
     horizon_ns = _horizon_ns(ledger)
@@ -153,7 +154,14 @@ def _model(ledger: Ledger) -> ModelSpec | None:
         return None
     path = ledger.loaded.path_of("deployment", "model", given.model)
     name = str(path) if path.exists() else given.model
-    model = ledger.attempt("deployment", "model", lambda: load_model(name))
+    try:
+        model = ledger.attempt("deployment", "model", lambda: load_model(name))
+    except OSError as error:
+        raise ScenarioUnreadable(f"cannot read model {path}: {error.strerror or error}") from error
+    except ScenarioError as error:
+        raise (ScenarioUnreadable(str(error)) if path.exists() else error) from error.__cause__
+    if not path.exists() and name != model.name:
+        ledger.notes.append(f"Model {name} is {model.name}.")
     dtype = _DTYPE_ALIASES.get(given.dtype or "auto", given.dtype or "auto")
     if dtype != "auto":
         model = ledger.attempt("deployment", "dtype", lambda: replace(model, dtype=dtype))
@@ -168,6 +176,9 @@ def _gpu(ledger: Ledger) -> GpuSpec | None:
         return None
     gpu = ledger.attempt("deployment", "gpu", lambda: load_gpu(name))
     ledger.note("deployment", "gpu", gpu.name)
+    if name != gpu.name:
+        others = ", ".join(siblings(name))
+        ledger.notes.append(f"GPU {name} is taken as {gpu.name}{f' (there are also {others})' if others else ''}.")
     return gpu
 
 
@@ -211,6 +222,8 @@ def _profile(ledger: Ledger, name: str) -> CostModel:
         return load_profile(path)
     except OSError as error:
         raise ScenarioUnreadable(f"cannot read profile {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ScenarioUnreadable(f"cannot read profile {path}: not UTF-8 text ({error.reason})") from error
 
 
 def _objectives(ledger: Ledger) -> tuple[tuple[Slo, ...], GoodputLimits | None]:
@@ -225,6 +238,14 @@ def _objectives(ledger: Ledger) -> tuple[tuple[Slo, ...], GoodputLimits | None]:
     return objectives, goodput
 
 
+def _check_context(ledger: Ledger, model: ModelSpec | None, max_model_len: int) -> None:
+    if model is not None and max_model_len > model.max_model_len:
+        ledger.warnings.append(
+            f"max_model_len ({max_model_len:,}) is more than the longest context of {model.name} "
+            f"({model.max_model_len:,}): vLLM only starts like this with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+        )
+
+
 def _horizon_ns(ledger: Ledger) -> int | None:
     horizon_s = ledger.loaded.scenario.run.horizon
     ledger.note("run", "horizon", horizon_s)
@@ -232,7 +253,20 @@ def _horizon_ns(ledger: Ledger) -> int | None:
 
 
 def _measures_saturation(ledger: Ledger, workload: Workload) -> bool:
-    """By default where there is an offered rate to hold against it: not for closed loops and not for bursts."""
+    """Where there is an offered rate to hold against it: not for closed loops and not for bursts."""
     is_open = workload.max_concurrency is None and bool((workload.arrival_ns > 0).any())
     source = f"{WINDTUNNEL_DEFAULT} where requests come at a rate of their own"
-    return ledger.pick("run", "saturation", ledger.loaded.scenario.run.saturation, is_open, source)
+    asked = ledger.loaded.scenario.run.saturation
+    if asked and not is_open:
+        why = (
+            f"at most {workload.max_concurrency:,} requests are in flight (max_concurrency), so the load adapts to the "
+            "server"
+            if workload.max_concurrency is not None
+            else "all requests are due at once"
+        )
+        ledger.warnings.append(
+            f"saturation was asked for but is not measured, and there is no utilisation (rho): {why} and there is no "
+            "rate to hold against it; give a request_rate without max_concurrency"
+        )
+        return False
+    return ledger.pick("run", "saturation", asked, is_open, source)

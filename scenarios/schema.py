@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from windtunnel.scenarios.units import parse_count, parse_duration_s, parse_rate, parse_size_bytes, parse_spec
 
@@ -16,24 +16,32 @@ SCHEMA_VERSION = 1
 
 Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=int | str)]
 """A whole number, also as 16k or 16K."""
-Duration = Annotated[float, BeforeValidator(parse_duration_s, json_schema_input_type=float | str)]
+_DurationSchema = WithJsonSchema({"type": ["number", "string"], "minimum": 0, "$comment": "duration"})
+_SizeSchema = WithJsonSchema({"type": ["integer", "string"], "$comment": "size"})
+_RateSchema = WithJsonSchema({"type": ["number", "string"], "exclusiveMinimum": 0})
+
+Duration = Annotated[
+    float, BeforeValidator(parse_duration_s, json_schema_input_type=Annotated[float | str, _DurationSchema])
+]
 """Seconds, also as 20m, 90s, 1h30m or 250ms."""
-Size = Annotated[int, BeforeValidator(parse_size_bytes, json_schema_input_type=int | str)]
+Size = Annotated[int, BeforeValidator(parse_size_bytes, json_schema_input_type=Annotated[int | str, _SizeSchema])]
 """Bytes, also as 16GiB or 16GB."""
-Rate = Annotated[float, BeforeValidator(parse_rate, json_schema_input_type=float | str)]
+Rate = Annotated[float, BeforeValidator(parse_rate, json_schema_input_type=Annotated[float | str, _RateSchema])]
 """Requests per second; inf is all at once."""
 
 Share = Annotated[float, Field(gt=0, le=1)]
 StepPart = Annotated[Duration, Field(lt=1)]
 
 
-def _spec(key: str) -> BeforeValidator:
+def _spec(key: str, written: Any) -> BeforeValidator:
+    """Reads text as the table that it abbreviates; ``written`` is what may stand in the file."""
+
     def read(value: Any) -> Any:
         if isinstance(value, str):
             return parse_spec(value, key)
         return dict(value) if isinstance(value, dict) else value
 
-    return BeforeValidator(read, json_schema_input_type=int | str | dict[str, Any])
+    return BeforeValidator(read, json_schema_input_type=written)
 
 
 def _length(value: Any) -> Any:
@@ -65,9 +73,11 @@ class Deployment(_Section):
     """GPUs that one replica is spread over."""
     gpu_memory_utilization: Annotated[float | None, Field(gt=0, le=1)] = None
     """Share of the GPU's memory that vLLM may use for weights, activations and KV cache."""
-    dtype: str | None = None
-    """Type of weights and activations; auto is the model's own."""
-    kv_cache_dtype: str | None = None
+    dtype: Literal["auto", "bfloat16", "float16", "half", "float32", "float"] | None = None
+    """Type of unquantised weights and of activations; auto is the model's own."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "bfloat16", "float16", "float32"] | None = (
+        None
+    )
     """Type of the KV cache; auto is that of the model."""
     num_gpu_blocks_override: Annotated[Count | None, Field(ge=2)] = None
     """KV blocks in the pool, whatever the memory; block 0 is the null block and holds nothing."""
@@ -106,6 +116,8 @@ class Engine(_Section):
     """Fewer tokens a step than max_num_batched_tokens."""
     scheduler_reserve_full_isl: bool | None = None
     """Admit a request only if its whole prompt fits the free blocks, not just its first chunk."""
+    async_scheduling: bool | None = None
+    """Decide a step while the one before still runs; vLLM's default on GPUs, here off unless asked for."""
 
 
 class TraceWorkload(_Section):
@@ -113,9 +125,9 @@ class TraceWorkload(_Section):
 
     trace: str
     """Path of the trace, relative to the scenario file."""
-    format: str = "auto"
-    """Format of the trace; auto looks at its header or first row."""
-    time_unit: str = "auto"
+    format: Literal["auto", "azure", "mooncake", "burstgpt", "sharegpt", "vllm-bench", "windtunnel"] = "auto"
+    """Format of the trace; auto looks at its content."""
+    time_unit: Literal["auto", "s", "ms", "us", "ns"] = "auto"
     """Unit of its time stamps; auto judges by their span, and says so."""
     start: Duration | None = None
     """Leave out what is due before this time of the trace."""
@@ -133,6 +145,8 @@ class TraceWorkload(_Section):
     """Mooncake traces: tokens in a hashed block, if not 512."""
     trace_model: str | None = None
     """BurstGPT traces: only the requests of this model."""
+    trace_run: Annotated[Count | None, Field(ge=0)] = None
+    """Results of vllm bench serve: which of several runs in the file, counted from 0."""
     all_turns: bool | None = None
     """ShareGPT: whole conversations, not just their first turns."""
 
@@ -141,20 +155,18 @@ class SyntheticWorkload(_Section):
     """Requests drawn from distributions."""
 
     num_requests: Annotated[Count | None, Field(ge=1)] = None
-    """How many (turns, where there are sessions); 1000 if nothing says otherwise, as for `vllm bench serve`."""
+    """How many requests (turns, where there are sessions); 1000 if nothing says otherwise, as vLLM's --num-prompts."""
     input: Length
-    """Prompt tokens of a request: a number, or a table with dist = fixed, uniform, lognormal, exponential, geometric,
-    quantiles or empirical."""
+    """Prompt tokens of a request, where there are prefixes or sessions those that it adds to what was there before."""
     output: Length
-    """Output tokens of a request, in the same way."""
+    """Output tokens of a request."""
     request_rate: Rate | None = None
     """Requests per second; inf, the default, is all at once.  As vLLM's flag: the last request comes at
     num_requests / request_rate exactly."""
     burstiness: Rate | None = None
     """1 is Poisson, below is burstier, above more regular, inf is constant (shape of the gamma gaps, as vLLM's)."""
-    arrival: Annotated[dict[str, Any] | None, _spec("process")] = None
-    """Arrival process in full, in place of request_rate and burstiness: a table with process = poisson, gamma,
-    constant, at_once, on_off or ramp."""
+    arrival: Annotated[dict[str, Any] | None, _spec("process", dict[str, Any])] = None
+    """Arrival process in full, in place of request_rate and burstiness."""
     max_tokens: Annotated[Count | None, Field(ge=1)] = None
     """Output limit that every request declares; longer answers are cut.  Not given: each declares its true length."""
     priorities: dict[str, float] | None = None
@@ -183,6 +195,7 @@ class RooflineCost(_Section):
     """Step times from the data sheet of the GPU and shares of its peaks that are reached; not calibrated."""
 
     kind: Literal["roofline"] = "roofline"
+    """Which cost model."""
     gemm_bandwidth: Share | None = None
     """Share of memory bandwidth reached when a matrix product waits for its weights."""
     gemm_flops: Share | None = None
@@ -207,6 +220,7 @@ class ConstantCost(_Section):
     """Every step takes the same time."""
 
     kind: Literal["constant"]
+    """Which cost model."""
     step_s: Annotated[Duration, Field(gt=0)]
     """Time of a step."""
 
@@ -215,6 +229,7 @@ class AffineCost(_Section):
     """base_s + token_s * tokens + seq_s * sequences + decode_context_s * context + prefill_pair_s * pairs."""
 
     kind: Literal["affine"]
+    """Which cost model."""
     base_s: Annotated[Duration, Field(gt=0)]
     """Time of a step, whatever is in it."""
     token_s: Duration | None = None
@@ -231,6 +246,7 @@ class ProfileCost(_Section):
     """Step times fitted to measurements."""
 
     kind: Literal["profile"]
+    """Which cost model."""
     path: str
     """Path of the profile.json, relative to the scenario file."""
 
@@ -284,7 +300,7 @@ class Scenario(_Section):
     deployment: Deployment = Deployment()
     engine: Engine = Engine()
     workload: Workload
-    cost: Annotated[Cost, _spec("kind")] = RooflineCost()
+    cost: Annotated[Cost, _spec("kind", Cost | str)] = RooflineCost()
     slo: Slo = Slo()
     run: Run = Run()
 
@@ -304,20 +320,3 @@ SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "slo": (Slo,),
     "run": (Run,),
 }
-
-_JSON_SCHEMA_LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a scenario file, for editors and other tools."""
-    schema = _limits_by_their_names(Scenario.model_json_schema())
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def _limits_by_their_names(node: Any) -> Any:
-    """pydantic leaves its own names of limits where a value may be text as well; put JSON Schema's."""
-    if isinstance(node, list):
-        return [_limits_by_their_names(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    return {_JSON_SCHEMA_LIMITS.get(key, key): _limits_by_their_names(value) for key, value in node.items()}

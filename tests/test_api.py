@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 import windtunnel as wt
@@ -156,6 +159,26 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
             check_can_write(folder)
 
 
+def test_folders_of_a_report_are_made_and_go_again_if_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = wt.simulate(small())
+    run.report(tmp_path / "a" / "b" / "report.html")
+    run.trace(tmp_path / "a" / "c" / "trace.json")
+    assert len(list((tmp_path / "a").rglob("*.*"))) == 2
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"cannot write .*file/report\.html"):
+        run.report(tmp_path / "file" / "report.html")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("reports.html.write_html", "reports.perfetto.write_trace", "rundir._write_table"):
+        monkeypatch.setattr(f"windtunnel.{name}", full)
+    for write in (run.report, run.trace, run.save):
+        with pytest.raises(OutputError, match="No space left on device"):
+            write(tmp_path / "new" / "deep" / "out")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_folder_that_holds_no_run_or_half_of_one_says_so(tmp_path: Path) -> None:
     with pytest.raises(wt.RunUnreadable, match="there is no such folder"):
         wt.load_run(tmp_path / "none")
@@ -165,6 +188,67 @@ def test_a_folder_that_holds_no_run_or_half_of_one_says_so(tmp_path: Path) -> No
     (tmp_path / "run" / "steps.parquet").write_bytes(b"PAR1 cut off")
     with pytest.raises(wt.RunUnreadable, match="simulate it again"):
         wt.load_run(tmp_path / "run")
+
+
+LABELS = ["a", 'b,"c"', "NA", "null", "", "zwei\nZeilen", "ä–\u2028", "007"]
+
+
+@pytest.mark.parametrize("records_format", ["parquet", "csv"])
+def test_a_run_in_either_format_is_the_same_when_it_is_loaded(tmp_path: Path, records_format: Any) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"request_id": label, "arrival_s": n, "num_prompt_tokens": 9, "num_output_tokens": 1 + n % 3}
+        for n, label in enumerate(LABELS)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scenario = small(run={"horizon": "6.015s"})
+    scenario["workload"] = {"trace": str(trace)}
+    run = wt.simulate(scenario)
+    run.save(tmp_path / "run", records_format=records_format)
+    loaded = wt.load_run(tmp_path / "run")
+    assert run.summary == loaded.summary
+    for name in ("requests", "steps", "spans", "preemptions"):
+        assert getattr(run, name).equals(getattr(loaded, name)), name
+    assert loaded.requests.label.tolist() == LABELS
+    assert {path.suffix for path in (tmp_path / "run").iterdir()} == {f".{records_format}", ".json"}
+
+
+def test_a_run_without_requests_that_finished_or_preemptions_is_saved_as_csv(tmp_path: Path) -> None:
+    run = wt.simulate(small(run={"horizon": "1ms"}))
+    run.save(tmp_path / "run", records_format="csv")
+    assert wt.load_run(tmp_path / "run").requests.equals(run.requests)
+
+
+def test_saving_in_another_format_leaves_one_run_and_what_is_not_ours(tmp_path: Path) -> None:
+    run = wt.simulate(small())
+    run.save(tmp_path, records_format="csv")
+    (tmp_path / "mine.csv").write_text("mine")
+    run.save(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.csv")] == ["mine.csv"]
+    assert len(list(tmp_path.glob("*.parquet"))) == 5
+    (tmp_path / "requests.csv").write_text("mine too")
+    run.save(tmp_path)
+    assert (tmp_path / "requests.csv").read_text() == "mine too"
+    with pytest.raises(ValueError, match='records_format must be "parquet" or "csv", got \'xlsx\''):
+        run.save(tmp_path, records_format="xlsx")  # type: ignore[arg-type]
+
+
+def test_the_saved_requests_can_be_read_without_windtunnel(tmp_path: Path) -> None:
+    run = wt.simulate(small(engine={"max_model_len": 200}, workload={"output": "uniform:low=1,high=3"}))
+    run.save(tmp_path / "a")
+    run.save(tmp_path / "b", records_format="csv")
+    parquet, csv = pd.read_parquet(tmp_path / "a" / "requests.parquet"), pd.read_csv(tmp_path / "b" / "requests.csv")
+    assert list(parquet.columns) == list(csv.columns) == list(run.requests.columns)
+    assert dict.fromkeys(parquet.outcome_name) == {"finished": None, "rejected": None}
+    for table in (parquet, csv):
+        assert table.e2el_s.dropna().mean() * 1000 == pytest.approx(run.summary["mean_e2el_ms"])
+        assert table.label.isna().all()
+        assert (table.ttft_s.isna() == (table.outcome_name == "rejected")).all()
+    assert (
+        pq.read_table(tmp_path / "a" / "requests.parquet")["tpot_s"].null_count
+        == int(run.requests.tpot_s.isna().sum())
+        > 0
+    )
 
 
 def test_labels_of_a_trace_come_through(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,23 @@ def test_prompts_that_are_all_longer_than_max_model_len(refused: Refusal) -> Non
     code, message = refused("simulate", "scenario.toml", "--input-len", "2000", "-o", "run")
     assert code == 2
     assert message.startswith("scenario.toml:7: all 5 prompts have max_model_len (1,024) tokens or more")
-    assert "raise max_model_len above 2,000" in message
+    assert "raise max_model_len to 2,001" in message
+
+
+def test_a_prompt_that_no_max_model_len_helps_is_not_told_to_raise_it(refused: Refusal) -> None:
+    flags = [*HARDWARE, "--num-prompts", "3", "--output-len", "5"]
+    code, message = refused("simulate", *flags, "--input-len", "200000")
+    assert code == 2
+    assert "raise max_model_len" not in message
+    assert "take a model with a longer context than meta-llama/Llama-3.1-8B-Instruct (131,072 tokens)" in message
+    code, message = refused("simulate", *flags, "--input-len", "20000", "--max-model-len", "20000")
+    assert "raise max_model_len to 20,001" in message
+
+
+def test_a_max_model_len_beyond_the_model_s_own_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*HARDWARE, "--num-prompts", "3", "--output-len", "5", "--input-len", "9"]
+    assert main(["simulate", *flags, "--max-model-len", "200000", "-q", "--json"]) == 0
+    assert "warning: max_model_len (200,000) is more than the longest context" in capsys.readouterr().err
 
 
 def test_a_prompt_of_a_trace_that_is_longer_than_max_model_len_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,8 +197,12 @@ def test_an_output_that_cannot_be_written_is_known_before_the_simulation(
         (["-o", "scenario.toml"], "it is a file; name a folder"),
         (["-o", "scenario.toml/run"], "scenario.toml is a file, not a folder"),
         (["-o", "full"], "not empty and holds no earlier run"),
-        (["--html", "nowhere/report.html"], "there is no folder"),
+        (["--html", "scenario.toml/report.html"], "scenario.toml is a file, not a folder"),
         (["--html", "full"], "it is a folder; name a file"),
+        (["-o", "runs/1", "--html", "runs/1"], "give them different names"),
+        (["-o", "runs/1", "--html", "runs"], "give them different names"),
+        (["--records-format", "csv"], "give -o DIR too"),
+        (["--records-format", "xlsx", "-o", "run"], "'xlsx' is neither parquet nor csv"),
     ):
         code, message = refused("simulate", "scenario.toml", *arguments)
         assert code == 2
@@ -209,6 +230,14 @@ def test_a_folder_without_permission(refused: Refusal) -> None:
         (["--slo", "goodput>=99%"], "--slo: an objective on goodput needs to know what is good"),
         (["--input-len", "lognormal:mean=5"], "--input-len: input: give either sigma or std"),
         (["--input-len", "lognormal:mean=5,sigm=1"], "--input-len: input: lognormal has no 'sigm'"),
+        (["--input-len", "99999999999"], "--input-len: input: tokens must be a whole number of at least 1 and at most"),
+        (["--input-len", "quantiles:p50=20,p90=10"], "--input-len: input: tokens of quantiles must not fall"),
+        (["--arrival", "poison:rate=5"], "--arrival: arrival: unknown process 'poison' (do you mean 'poisson'?)"),
+        (["--kv-cache-dtype", "fp4"], "--kv-cache-dtype: kv_cache_dtype = 'fp4' in [deployment] must be one of 'auto'"),
+        (
+            ["--trace", "t.csv", "--format", "parquet"],
+            "--format: format = 'parquet' in [workload] must be one of 'auto'",
+        ),
         (["--request-rate", "0"], "--request-rate: request_rate = '0' in [workload] must be a number of requests"),
         (["--rate-scale", "2"], "--rate-scale: unknown key 'rate_scale' in [workload]; it needs a trace"),
         (["--trace", "scenario.toml", "--num-prompts", "5"], "a trace brings its own lengths and arrivals"),
@@ -224,6 +253,64 @@ def test_a_wrong_flag_is_named_with_its_value_and_what_is_allowed(
     code, message = refused("simulate", "scenario.toml", *arguments)
     assert code == 2
     assert words in message
+
+
+def test_lengths_that_are_missing_are_asked_for_by_their_flags(refused: Refusal) -> None:
+    code, message = refused("simulate", *HARDWARE, "--request-rate", "10")
+    assert code == 2
+    assert message.splitlines()[0].startswith("flags: missing 'input' in [workload]: give --input-len ")
+    assert "missing 'output' in [workload]: give --output-len " in message
+
+
+def test_no_message_speaks_python(refused: Refusal) -> None:
+    """What stands on the command line is called as it is called there."""
+    Path("conv.jsonl").write_text(
+        '{"timestamp": 5, "input_length": 100, "output_length": 5, "hash_ids": [1, 2, 3]}\n' * 2
+    )
+    Path("bench.json").write_text('{"input_lens": [1], "output_lens": [1], "endpoint_type": "vllm"}\n' * 2)
+    messages = [
+        refused(*trace(HEADER + GOOD_ROW + "2023-11-16 18:15:50.0,-374,44\n"))[1],
+        refused("simulate", "scenario.toml", "--gpu", "h1000")[1],
+        refused("simulate", "scenario.toml", "--model", "llama-9")[1],
+        refused("workload", "bench.json")[1],
+        refused("workload", "conv.jsonl", "--chunk-tokens", "0")[1],
+        refused("workload", "conv.jsonl", "--chunk-tokens", "64")[1],
+        refused(*trace(HEADER + GOOD_ROW), "--start", "1h")[1],
+    ]
+    for message in messages:
+        assert not re.search(r"\w\(\)|\bpass \w|None\b|\w=[\"'\d…]", message), message
+    assert "(--on-bad-row skip)" in messages[0]
+    assert "(windtunnel gpus lists all)" in messages[1]
+    assert "windtunnel models lists all" in messages[2]
+    assert "choose one with trace_run (--trace-run)" in messages[3]
+    assert "from 3,600 s to the end" in messages[6]
+
+
+@pytest.mark.parametrize("arguments", [["workload", "bin"], ["decisions", "bin"], ["simulate", "bin"]])
+def test_a_binary_file_is_unreadable(refused: Refusal, arguments: list[str]) -> None:
+    Path("bin").write_bytes(bytes(range(255, 0, -1)) * 12)
+    code, message = refused(*arguments)
+    assert code == 3
+    assert "bin" in message
+
+
+@pytest.mark.parametrize("flags", [["--model", "./bin"], ["--cost", "profile:path=bin"], ["--trace", "bin"]])
+def test_a_binary_file_in_a_scenario_is_unreadable(refused: Refusal, flags: list[str]) -> None:
+    Path("bin").write_bytes(bytes(range(255, 0, -1)) * 12)
+    code, message = refused("simulate", "scenario.toml", *flags)
+    assert code == 3
+    assert "bin" in message
+    assert "not UTF-8 text" in message
+
+
+def test_a_workload_that_does_not_fit_the_memory_is_no_bug(refused: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 7.28 TiB")
+
+    monkeypatch.setattr("windtunnel.api.execute", full)
+    code, message = refused("simulate", "scenario.toml", "-q")
+    assert code == 2
+    assert message == "not enough memory: Unable to allocate 7.28 TiB; ask for fewer requests (--num-prompts, --limit)"
 
 
 def test_flags_that_do_not_make_a_scenario(refused: Refusal) -> None:

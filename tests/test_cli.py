@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -16,6 +17,8 @@ import pytest
 from windtunnel import __version__
 from windtunnel.cli.main import COMMANDS, main
 from windtunnel.cli.output import progress_line
+from windtunnel.sim.deployment.gpu import load_gpu
+from windtunnel.sim.deployment.model import load_model
 
 SMALL = """\
 schema_version = 1
@@ -93,6 +96,8 @@ def test_the_start_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> N
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulat"]) == 2
     assert capsys.readouterr().err.startswith("error: no command 'simulat'; did you mean 'simulate'?\n")
+    assert main(["sim"]) == 2
+    assert "did you mean 'simulate'?" in capsys.readouterr().err
 
 
 def test_an_unknown_flag_names_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,6 +189,90 @@ def test_a_dry_run_shows_sources_and_memory_and_runs_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_quiet_dry_run_shows_no_remarks(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "small.toml", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "\nnote: Drawn with seed 0" in shown
+    assert main(["simulate", "small.toml", "--dry-run", "-q"]) == 0
+    assert capsys.readouterr() == (shown[: shown.index("\nnote: ")].rstrip("\n") + "\n", "")
+
+
+def test_what_a_short_name_stands_for_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-prompts", "3", "--input-len", "9", "--output-len", "9"]
+    assert main(["simulate", "--model", "llama-3.1-8b", "--gpu", "a100", *flags, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "note: Model llama-3.1-8b is meta-llama/Llama-3.1-8B-Instruct." in shown
+    assert "note: GPU a100 is taken as A100-80GB-SXM (there are also A100-40GB-SXM, A100-40GB-PCIe, " in shown
+    assert main(["simulate", "chat-8b-h100", "--gpu", "h100-sxm5", "--dry-run"]) == 0
+    assert "note: GPU h100-sxm5 is taken as H100-SXM.\n" in capsys.readouterr().out
+    assert main(["simulate", "chat-8b-h100", "--dry-run"]) == 0
+    assert "is taken as" not in capsys.readouterr().out
+
+
+def test_objectives_of_a_flag_replace_those_of_the_scenario_and_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--slo", "ttft:p99<9s", "--num-prompts", "20", "--no-saturation"]
+    assert main(["simulate", "chat-8b-h100", *flags]) == 0
+    assert "--slo replaces the scenario's own objectives: ttft:p99<500ms, itl:p99<50ms\n" in capsys.readouterr().err
+    assert main(["simulate", "--help"]) == 0
+    assert "take the place of the scenario's" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [(["--max-concurrency", "4"], "at most 4 requests are in flight"), (["--request-rate", "inf"], "at once")],
+)
+def test_a_saturation_that_says_nothing_is_not_measured_and_it_is_told(
+    small: Path, flags: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "small.toml", *flags, "--saturation", "-q", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["utilisation"] is None
+    assert captured.err.startswith("warning: saturation was asked for but is not measured")
+    assert why in captured.err
+    assert main(["simulate", "small.toml", *flags, "-q", "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_folders_of_outputs_are_made(small: Path) -> None:
+    assert main(["simulate", "small.toml", "-q", "-o", "runs/a/b", "--html", "runs/pages/b.html"]) == 0
+    assert main(["simulate", "small.toml", "-q", "--html", "here.html", "-o", "here"]) == 0
+    assert main(["report", "runs/a/b", "--html", "late/r/b.html"]) == 0
+    assert main(["trace", "runs/a/b", "-o", "traces/b.json"]) == 0
+    case = {"config": {"num_gpu_blocks": 16}, "requests": [{"id": "a", "prompt_len": 50, "output_len": 2}]}
+    Path("case.json").write_text(json.dumps(case))
+    assert main(["decisions", "case.json", "-o", "decided/d.jsonl"]) == 0
+    assert json.loads(Path("decided/d.jsonl").read_text().splitlines()[-1])["type"] == "summary"
+    assert (
+        Path("runs/pages/b.html").read_bytes() == Path("late/r/b.html").read_bytes() == Path("here.html").read_bytes()
+    )
+    assert json.loads(Path("traces/b.json").read_text())["traceEvents"]
+
+
+def test_folders_are_made_only_when_there_is_something_to_write(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("windtunnel.reports.html.write_html", full)
+    assert main(["simulate", "small.toml", "-q", "--html", "runs/deep/b.html"]) == 2
+    assert capsys.readouterr().err == "error: cannot write runs/deep/b.html: No space left on device\n"
+    assert [path.name for path in small.iterdir()] == ["small.toml"]
+
+
+def test_records_are_written_as_csv_on_request(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "small.toml", "-q", "-o", "run", "--records-format", "csv"]) == 0
+    printed = capsys.readouterr().out
+    header, first, *rest = Path("run/requests.csv").read_text().splitlines()
+    assert header.replace('"', "").startswith("request,label,outcome,outcome_name,")
+    assert first.startswith('0,,0,"finished",')
+    assert len(rest) == 39
+    assert main(["report", "run"]) == 0
+    assert capsys.readouterr().out == printed
+    assert main(["simulate", "small.toml", "-q", "-o", "run"]) == 0
+    assert not list(Path("run").glob("*.csv")), "a run is in one format"
+
+
 def test_a_missed_objective_exits_with_99_and_still_reports(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "small.toml", "--slo", "ttft:p99<1ms", "-o", "run"]) == 99
     assert "ttft:p99<1ms" in capsys.readouterr().out
@@ -249,9 +338,77 @@ def test_lists_are_printed_as_text_and_as_json(capsys: pytest.CaptureFixture[str
         assert known in [row["name"] for row in json.loads(capsys.readouterr().out)]
 
 
-def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_show_a_short_name_and_every_name_works(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, load, short in (("models", load_model, "llama-3.1-8b"), ("gpus", load_gpu, "h100")):
+        assert main([name]) == 0
+        assert re.search(rf"^\S+ +{re.escape(short)} ", capsys.readouterr().out, re.MULTILINE)
+        assert main([name, "--json"]) == 0
+        for row in json.loads(capsys.readouterr().out):
+            for other in filter(None, [row["name"], row["short_name"], *row["other_names"]]):
+                assert load(other).name == row["name"], other  # type: ignore[operator]
+    assert main(["gpus", "--json"]) == 0
+    assert "a100-80" in {name for row in json.loads(capsys.readouterr().out) for name in row["other_names"]}
+
+
+def test_the_schema_is_json_or_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert "workload" in json.loads(capsys.readouterr().out)["properties"]
+    assert main(["schema", "--markdown"]) == 0
+    assert "| `popularity` | `uniform`, `zipf`" in capsys.readouterr().out
+
+
+def test_a_terminal_without_unicode_is_no_error(small: Path) -> None:
+    done = windtunnel("schema", "--markdown", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "whole number \\u2265 1" in done.stdout
+
+
+def test_a_request_of_a_trace_is_found_by_its_own_name(small: Path) -> None:
+    Path("trace.csv").write_text("request_id,arrival_s,num_prompt_tokens,num_output_tokens\nmine,0,10,5\nyours,1,9,1\n")
+    assert main(["simulate", "small.toml", "-q", "--trace", "trace.csv", "-o", "run", "--records-format", "csv"]) == 0
+    with Path("run/requests.csv").open() as file:
+        rows = {row["label"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["mine", "yours"]
+    assert rows["mine"]["outcome_name"] == "finished"
+    assert float(rows["mine"]["tpot_s"]) == pytest.approx(0.01)
+    assert rows["yours"]["tpot_s"] == ""
+
+
+def test_names_of_files_that_are_no_text_are_no_error(small: Path) -> None:
+    scenario, trace = os.fsdecode(b"small\xff.toml"), os.fsdecode(b"trace\xfe.csv")
+    try:
+        Path(scenario).write_text(SMALL.replace('name = "small"\n', ""))
+    except OSError:
+        pytest.skip("the file system takes text only")
+    Path(trace).write_text("request_id,arrival_s,num_prompt_tokens,num_output_tokens\na,0,10,5\n")
+    assert main(["simulate", scenario, "--trace", trace, "-q", "-o", "run", "--html", "report.html"]) == 0
+    assert main(["report", "run", "--html", "later.html"]) == 0
+    assert main(["trace", "run", "-o", "trace.json"]) == 0
+    assert Path("report.html").read_bytes() == Path("later.html").read_bytes()
+    settings = json.loads(Path("run/scenario.resolved.json").read_text())["settings"]
+    assert {"key": "trace", "section": "workload", "source": "--trace", "value": "trace\\udcfe.csv"} in settings
+
+
+def test_options_of_one_trace_format_are_flags(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = {"input_lens": [10], "output_lens": [5], "endpoint_type": "vllm"}
+    Path("bench.json").write_text("".join(json.dumps({**result, "input_lens": [n]}) + "\n" for n in (10, 30)))
+    Path("chat.json").write_text(
+        json.dumps([{"conversations": [{"from": who, "num_tokens": 7} for who in ("human", "gpt") * 3]}])
+    )
+    Path("burst.csv").write_text("Timestamp,Model,Request tokens,Response tokens\n1,A,5,6\n2,B,7,8\n")
+    Path("moon.jsonl").write_text('{"timestamp": 0, "input_length": 30, "output_length": 5, "hash_ids": [1]}\n')
+    for flags, expected in (
+        (["bench.json", "--trace-run", "1"], {"num_requests": 1, "max": 30}),
+        (["chat.json", "--all-turns"], {"num_requests": 3, "max": 35}),
+        (["burst.csv", "--trace-model", "B"], {"num_requests": 1, "max": 7}),
+        (["moon.jsonl", "--chunk-tokens", "16"], {"num_requests": 1, "max": 30}),
+    ):
+        assert main(["workload", *flags, "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert {"num_requests": facts["num_requests"], "max": facts["prompt_tokens"]["max"]} == expected
+        assert main(["simulate", "small.toml", "--trace", *flags, "-q", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["completed"] == expected["num_requests"]
+    assert "Hashed blocks taken as 16 tokens, as given." in facts["notes"]
 
 
 def test_a_trace_is_described(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ def test_a_context_longer_than_the_pool_names_vllm_s_words_and_the_length_that_f
         InfeasibleDeployment, match=r"max seq len \(29000\) is larger than the maximum number of tokens"
     ) as info:
         pool(gpu="rtx-3090", max_model_len=29_000, num_gpu_blocks_override=1478)
-    assert "KV cache (23648)" in str(info.value)
+    assert "KV cache (23632)" in str(info.value), "the null block holds nothing"
+    assert "or raise num_gpu_blocks_override to 1814" in str(info.value)
+    assert pool(gpu="rtx-3090", max_model_len=29_000, num_gpu_blocks_override=1814).num_gpu_blocks == 1814
     assert info.value.largest_max_model_len == 1477 * 16
 
 
@@ -52,13 +55,36 @@ def test_a_million_tokens_need_24_gib_where_each_takes_24_kib() -> None:
     wide = replace(load_model("qwen3-30b-a3b"), name="wide", num_key_value_heads=8, max_model_len=1_048_576)
     assert wide.kv_bytes_per_token(8) == 24_576
     settings: dict[str, Any] = {"tensor_parallel_size": 8, "max_model_len": 1_048_576}
-    with pytest.raises(InfeasibleDeployment, match=r"needs 24\.00 GiB and 9\.97 GiB") as info:
+    with pytest.raises(InfeasibleDeployment, match=r"needs 65,536 blocks \(24\.00 GiB\) and .* \(9\.97 GiB\)") as info:
         pool(wide, kv_cache_memory_bytes=round(9.97 * GIB), **settings)
     assert info.value.largest_max_model_len == pytest.approx(435_600, abs=32)
+    enough = int(re.findall(r"raise kv_cache_memory_bytes to (\d+)", str(info.value))[0])
+    assert pool(wide, kv_cache_memory_bytes=enough, **settings).num_gpu_blocks == 65_537
+    with pytest.raises(InfeasibleDeployment):
+        pool(wide, kv_cache_memory_bytes=enough - 1, **settings)
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_the_message_of_a_context_that_is_a_little_too_long_does_not_contradict_itself(block_size: int) -> None:
+    """Within the null block: 659 blocks are usable, and lengths up to 660 blocks must not be told that they fit."""
+    tight: dict[str, Any] = {"tensor_parallel_size": 2, "block_size": block_size}
+    with pytest.raises(InfeasibleDeployment) as info:
+        pool("llama-3.3-70b", max_model_len=100_000, **tight)
+    largest = info.value.largest_max_model_len
+    for length in (largest + 1, largest + block_size, largest + 2 * block_size):
+        with pytest.raises(InfeasibleDeployment) as info:
+            pool("llama-3.3-70b", max_model_len=length, **tight)
+        said = str(info.value)
+        asked, stored = (int(number) for number in re.findall(r"\((\d+)\)", said))
+        needed, there = re.findall(r"([\d,]+) (?:blocks )?\(([\d.]+) GiB\)", said)
+        assert asked == length > stored == largest
+        assert int(needed[0]) > int(there[0])
+        assert float(needed[1]) > float(there[1])
+    assert pool("llama-3.3-70b", max_model_len=largest, **tight).num_gpu_blocks * block_size == largest + block_size
 
 
 def test_a_pool_of_507_blocks_is_too_small_for_16k() -> None:
-    with pytest.raises(InfeasibleDeployment, match=r"KV cache \(8112\)"):
+    with pytest.raises(InfeasibleDeployment, match=r"KV cache \(8096\)"):
         pool("deepseek-coder-6.7b", tensor_parallel_size=2, max_model_len=16_384, num_gpu_blocks_override=507)
 
 

@@ -16,6 +16,7 @@ from windtunnel.sim.deployment.model import (
     bundled_models,
     load_model,
     model_from_config,
+    other_names,
 )
 
 GIB = 2**30
@@ -307,3 +308,89 @@ def test_splitting_never_adds_weight_to_a_gpu_nor_loses_any(
         assert size * cache >= model.kv_bytes_per_token(1)
         if size <= kv_heads:
             assert size * cache == model.kv_bytes_per_token(1)
+
+
+QUANTISED: list[dict[str, Any]] = [
+    {},
+    {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
+    {"quantization_config": {"quant_method": "gptq", "bits": 8}},
+    {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}, "input_activations": {}}},
+        }
+    },
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}},
+    {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+    {"sliding_window": 1024, "layer_types": ["full_attention"] * 2, "text_config": None, "torch_dtype": "float16"},
+]
+ODD = st.sampled_from(
+    [None, True, "x", "", -1, 0, 1.5, [], {}, [[]], [1], {"a": 1}, 10**30, float("nan"), float("inf")]
+)
+
+
+@st.composite
+def odd_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """A config that is valid but for some values, at any depth, of another kind."""
+    made: dict[str, Any] = json.loads(json.dumps(config(**draw(st.sampled_from(QUANTISED)))))
+    for _ in range(draw(st.integers(1, 3))):
+        holder: Any = made
+        while True:
+            keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+            key = draw(st.sampled_from(keys))
+            if isinstance(holder[key], (dict, list)) and holder[key] and draw(st.booleans()):
+                holder = holder[key]
+                continue
+            holder[key] = draw(ODD)
+            break
+    return made
+
+
+@given(odd_configs())
+def test_an_odd_config_is_modelled_or_refused_by_name(odd: dict[str, Any]) -> None:
+    try:
+        model = model_from_config(odd, "odd")
+    except ValueError as error:
+        said = str(error)
+    else:
+        said = "odd"
+        assert model.weight_bytes() > 0 < model.kv_bytes_per_token()
+    assert said.startswith("odd")
+    assert len(said) < 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": "32"}, "num_hidden_layers must be a whole number of at least 1, got '32'"),
+        ({"hidden_size": 10**12}, "hidden_size must be a whole number of at most 2,147,483,647, got 1000000000000"),
+        ({"rope_scaling": [4.0]}, r"rope_scaling must be a table, got \[4.0\]"),
+        ({"rope_scaling": {"type": "linear", "factor": "much"}}, "rope scaling: factor must be a finite number"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list, got 'LlamaForCausalLM'"),
+        ({"quantization_config": ["fp8"]}, "quantization_config must be a table"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, "x"]}},
+            "weight_block_size must be",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^small(, quantisation|,)?:? {message}"):
+        model_from_config(config(**changes), "small")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000, b"9" * 5000, b"[1]", b"{", b""])
+def test_a_config_that_is_no_json_object_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^.*config\.json(:|, line 1:) "):
+        load_model(str(tmp_path))
+
+
+def test_every_name_of_a_bundled_model_leads_to_it() -> None:
+    for name in bundled_models():
+        others = other_names(name)
+        assert others
+        for other in others:
+            assert load_model(other).name == name
+    assert other_names("meta-llama/Llama-3.1-8B-Instruct")[0] == "llama-3.1-8b"

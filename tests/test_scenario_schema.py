@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+import tomllib
+from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from conftest import REPO_ROOT
 
+from windtunnel.cli.simulate import simulate
 from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
+from windtunnel.scenarios.flags import WITHOUT_FLAG, flag_of
+from windtunnel.scenarios.json_schema import json_schema
 from windtunnel.scenarios.load import Loaded, Override, bundled_scenarios, load_scenario, override_path
-from windtunnel.scenarios.schema import SECTIONS, Scenario, json_schema
+from windtunnel.scenarios.resolve import read_workload
+from windtunnel.scenarios.schema import SECTIONS, Scenario
+from windtunnel.scenarios.workloads import FORMATS
+from windtunnel.scenarios.workloads.timeunit import TimeUnit
+from windtunnel.sim.deployment.model_spec import DTYPE_BYTES, KV_DTYPE_BYTES
 
 WORKLOAD = "[workload]\nnum_requests = 10\ninput = 100\noutput = 10\n"
 
@@ -213,6 +225,191 @@ def test_the_json_schema_describes_every_key_and_its_range() -> None:
     assert engine["additionalProperties"] is False
     for name, item in engine["properties"].items():
         assert item["description"], name
-    watermark = next(kind for kind in engine["properties"]["watermark"]["anyOf"] if kind["type"] == "number")
-    assert (watermark["minimum"], watermark["exclusiveMaximum"]) == (0, 1)
+    watermark = engine["properties"]["watermark"]
+    assert (watermark["type"], watermark["minimum"], watermark["exclusiveMaximum"]) == ("number", 0, 1)
     assert '"ge"' not in json.dumps(schema)
+
+
+def tables_of(node: Any) -> list[dict[str, Any]]:
+    """Every table with keys in a schema."""
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    own = [node] if isinstance(node, dict) and isinstance(node.get("properties"), dict) else []
+    return own + [table for item in inner for table in tables_of(item)]
+
+
+def test_every_key_down_to_the_last_table_has_a_type_and_a_meaning() -> None:
+    tables = tables_of(json_schema())
+    tables = [table for table in tables if table.get("type") == "object"]
+    assert len(tables) > 25
+    for table in tables:
+        assert table["additionalProperties"] is False
+        for key, item in (*table["properties"].items(), *table.get("patternProperties", {}).items()):
+            is_tag = key in ("dist", "process") and "const" in item
+            is_section = "$ref" in item or "oneOf" in item or "anyOf" in item
+            assert is_tag or is_section or {"type", "enum", "const"} & set(item), key
+            assert is_tag or is_section or item["description"].endswith((".", "exactly.")), key
+    keys = {key for table in tables for key in table["properties"]}
+    assert {"popularity", "exponent", "share", "std", "gemm_flops", "range_ratio", "think", "on_s"} <= keys
+
+
+def fits(value: Any, rule: dict[str, Any], defs: dict[str, Any]) -> bool:
+    """Whether a value keeps the part of JSON Schema that ours uses."""
+    if "$ref" in rule:
+        return fits(value, defs[rule["$ref"].rpartition("/")[2]], defs)
+    for word, enough in (("anyOf", 1), ("oneOf", 1)):
+        if word in rule and sum(fits(value, one, defs) for one in rule[word]) < enough:
+            return False
+    types = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "object": dict, "array": list}
+    named = [rule["type"]] if isinstance(rule.get("type"), str) else rule.get("type", [])
+    is_bool = isinstance(value, bool)
+    if named and not any(isinstance(value, types[name]) and is_bool == (name == "boolean") for name in named):
+        return False
+    if "const" in rule and value != rule["const"]:
+        return False
+    if "enum" in rule and value not in rule["enum"]:
+        return False
+    if isinstance(value, (int, float)) and not is_bool:
+        bounds = (("minimum", ge), ("exclusiveMinimum", gt), ("maximum", le), ("exclusiveMaximum", lt))
+        return all(holds(value, rule[word]) for word, holds in bounds if word in rule)
+    if isinstance(value, list):
+        return all(fits(item, rule.get("items", {}), defs) for item in value)
+    return not isinstance(value, dict) or "properties" not in rule or fits_table(value, rule, defs)
+
+
+def fits_table(table: dict[str, Any], rule: dict[str, Any], defs: dict[str, Any]) -> bool:
+    rules = {key: rule["properties"].get(key) for key in table}
+    for pattern, other in rule.get("patternProperties", {}).items():
+        rules |= {key: other for key in table if re.search(pattern, key)}
+    whole = all(key in table for key in rule.get("required", ()))
+    return whole and all(rules[key] is not None and fits(value, rules[key], defs) for key, value in table.items())
+
+
+BASE: dict[str, Any] = {"name": "x", "workload": {"num_requests": 10, "input": 100, "output": 10}}
+CHANGES: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"input": {"dist": "lognormal", "mean": 5, "std": 3}}, True),
+    ({"input": {"dist": "lognormal", "mean": 5, "stdd": 3}}, False),
+    ({"input": {"dist": "lognormal", "mean": 0, "std": 3}}, False),
+    ({"input": {"dist": "lognorm", "mean": 5, "std": 3}}, False),
+    ({"input": {"dist": "lognormal", "std": 3}}, False),
+    ({"input": {"dist": "quantiles", "p50": 5, "p99.9": 30}}, True),
+    ({"input": {"dist": "quantiles", "q50": 5}}, False),
+    ({"input": {"dist": "quantiles", "quantiles": [[0.5, 200], [1.0, 1500]]}}, True),
+    ({"input": {"dist": "uniform", "tokens": 5, "range_ratio": 1}}, False),
+    ({"input": {"dist": "empirical", "values": [1, 2]}}, True),
+    ({"input": {"dist": "empirical", "values": [1, 0]}}, False),
+    ({"input": 0}, False),
+    ({"arrival": {"process": "on_off", "rate": 5, "on_s": "10s", "off_s": 3}}, True),
+    ({"arrival": {"process": "on_off", "rate": 5, "on_s": 0, "off_s": 3}}, False),
+    ({"arrival": {"process": "ramp", "start_rate": 5, "end_rate": 6, "strategy": "cubic"}}, False),
+    ({"prefixes": {"num_prefixes": 3, "prefix_tokens": 50, "popularity": "zipf", "exponent": 1.2, "share": 0.5}}, True),
+    ({"prefixes": {"num_prefixes": 3, "prefix_tokens": {"dist": "geometric", "mean": 5}}}, True),
+    ({"prefixes": {"num_prefixes": 3, "prefix_tokens": {"dist": "geometric", "mean": 0.5}}}, False),
+    ({"prefixes": {"num_prefixes": 3, "prefix_tokens": 50, "popularity": "normal"}}, False),
+    ({"prefixes": {"num_prefixes": 3, "prefix_tokens": 50, "share": 1.5}}, False),
+    ({"prefixes": {"prefix_tokens": 50}}, False),
+    ({"sessions": {"turns": 3, "think": {"dist": "exponential", "mean_s": "20s"}}}, True),
+    ({"sessions": {"turns": 3, "think": -1}}, False),
+    ({"sessions": {"turns": 3, "pause": 1}}, False),
+    ({"num_requests": 0}, False),
+    ({"num_request": 5}, False),
+    ({"burstiness": 0}, False),
+]
+
+
+@pytest.mark.parametrize(("changes", "valid"), CHANGES)
+def test_the_json_schema_accepts_what_the_program_accepts_and_refuses_the_rest(
+    changes: dict[str, Any], valid: bool
+) -> None:
+    scenario = {**BASE, "workload": {**BASE["workload"], **changes}}
+    schema = json_schema()
+    assert fits(scenario, schema, schema["$defs"]) is valid
+    if valid:
+        assert len(read_workload(load_scenario(scenario))) == 10
+    else:
+        with pytest.raises(ScenarioError):
+            read_workload(load_scenario(scenario))
+
+
+@pytest.mark.parametrize(
+    ("cost", "valid"),
+    [
+        ({"kind": "constant", "step_s": "10ms"}, True),
+        ("constant:step_s=10ms", True),
+        ({"kind": "constant", "step_s": 0}, False),
+        ({"gemm_flops": 0.5, "host_s": "2ms"}, True),
+        ({"gemm_flops": 1.5}, False),
+        ({"gemm_flop": 0.5}, False),
+        ({"kind": "affine", "base_s": 0.01, "token_s": "20us"}, True),
+        ({"kind": "guess"}, False),
+    ],
+)
+def test_the_json_schema_knows_every_cost_model(cost: Any, valid: bool) -> None:
+    schema = json_schema()
+    assert fits({**BASE, "cost": cost}, schema, schema["$defs"]) is valid
+    if valid:
+        load_scenario({**BASE, "cost": cost})
+    else:
+        with pytest.raises(ScenarioError):
+            load_scenario({**BASE, "cost": cost})
+
+
+def test_bundled_scenarios_keep_the_json_schema() -> None:
+    schema = json_schema()
+    for path in sorted((REPO_ROOT / "scenarios" / "data").glob("*.toml")):
+        assert fits(tomllib.loads(path.read_text()), schema, schema["$defs"]), path.name
+
+
+def test_the_choices_of_a_scenario_are_those_of_what_reads_them() -> None:
+    keys = {
+        key: field.annotation
+        for models in SECTIONS.values()
+        for model in models
+        for key, field in model.model_fields.items()
+    }
+    assert set(get_args(keys["format"])) == {"auto", *FORMATS}
+    assert set(get_args(keys["time_unit"])) == {"auto", *get_args(TimeUnit)}
+    kv_types = next(kind for kind in get_args(keys["kv_cache_dtype"]) if get_args(kind))
+    assert set(get_args(kv_types)) == {"auto", *KV_DTYPE_BYTES}
+    dtypes = next(kind for kind in get_args(keys["dtype"]) if get_args(kind))
+    assert set(get_args(dtypes)) == {"auto", "half", "float", *DTYPE_BYTES}
+
+
+def test_every_key_has_its_flag_or_is_known_to_have_none() -> None:
+    flags = set(inspect.signature(simulate).parameters)
+    for section, models in {**SECTIONS, "scenario": (Scenario,)}.items():
+        for key in {key for model in models for key in model.model_fields} - set(SECTIONS):
+            flag = flag_of(key, section)
+            assert (flag != "") == (key not in WITHOUT_FLAG and section != "cost"), key
+            assert flag == "" or flag.removeprefix("--").replace("-", "_") in flags, flag
+
+
+def test_a_key_under_the_name_of_its_flag_says_how_it_is_called(in_tmp: Path) -> None:
+    said = complaint("[workload]\nnum_prompts = 5\ninput_len = 3\noutput = 5\n")
+    assert "unknown key 'num_prompts' in [workload]; it is called 'num_requests' here" in said
+    assert "unknown key 'input_len' in [workload]; it is called 'input' here" in said
+    assert "it is called 'block_size' here" in complaint(WORKLOAD + "[engine]\nblock-size = 16\n")
+
+
+def test_what_is_missing_names_its_flag(in_tmp: Path) -> None:
+    said = complaint("[workload]\nrequest_rate = 10\n")
+    assert "missing 'input' in [workload]: give --input-len or input under [workload], or a trace (--trace)" in said
+    assert "missing 'output' in [workload]: give --output-len " in said
+
+
+def test_the_beginning_of_a_name_is_enough_to_be_understood() -> None:
+    for given in ("chat", "chat-8b", "closed"):
+        with pytest.raises(ScenarioUnreadable, match=f"did you mean '{given}"):
+            load_scenario(given)
+    with pytest.raises(ScenarioUnreadable, match="bundled are chat-8b-h100, closed-loop"):
+        load_scenario("nothing-like-it")
+
+
+def test_objectives_that_are_replaced_are_told(in_tmp: Path) -> None:
+    text = WORKLOAD + "[slo]\nobjectives = ['ttft:p99<1s', 'itl:p99<9ms']\ngoodput = ['ttft:500']\n"
+    assert load(text, objectives=["e2el:p99<1s"]).notes == (
+        "--objectives replaces the scenario's own objectives: ttft:p99<1s, itl:p99<9ms",
+    )
+    assert load(text, goodput=["tpot:5"]).notes == ("--goodput replaces the scenario's own goodput: ttft:500",)
+    assert load(text, goodput=["ttft:500"]).notes == ()
+    assert load(text).notes == ()

@@ -317,7 +317,7 @@ def test_a_given_unit_wins_and_is_said(tmp_path: Path) -> None:
 
 
 def test_a_unit_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="leave time_unit out"):
+    with pytest.raises(ValueError, match=r"leave time_unit \(--time-unit\) out"):
         read_trace(azure(tmp_path, *AZURE_ROWS), time_unit="ms")
 
 
@@ -356,8 +356,8 @@ def test_an_empty_window_says_how_long_the_trace_is(tmp_path: Path) -> None:
         ({"on_bad_row": "ignore"}, 'on_bad_row must be "error" or "skip"'),
         ({"max_backwards_s": -1}, "max_backwards_s must be at least 0"),
         ({"chunk_tokens": 16}, "chunk_tokens belongs to mooncake traces"),
-        ({"model": "GPT-4"}, "model belongs to burstgpt traces"),
-        ({"run": 0}, "run belongs to vllm-bench traces"),
+        ({"trace_model": "GPT-4"}, "trace_model belongs to burstgpt traces"),
+        ({"trace_run": 0}, "trace_run belongs to vllm-bench traces"),
         ({"all_turns": True}, "all_turns belongs to sharegpt traces"),
     ],
 )
@@ -545,10 +545,10 @@ def test_a_burstgpt_trace_is_read_by_header_name_and_failures_are_counted(tmp_pa
     assert trace.arrival_ns.tolist() == [0, 113 * 10**9]
     assert trace.num_prompt_tokens.tolist() == [472, 417]
     assert any("Left out 2 of 4 requests that failed (0 response tokens): line 3, 5." in note for note in trace.notes)
-    only = read_trace(path, model="GPT-4")
+    only = read_trace(path, trace_model="GPT-4")
     assert only.num_prompt_tokens.tolist() == [417]
     assert any("2 requests of model GPT-4" in note for note in only.notes)
-    assert "there are ChatGPT, GPT-4" in str(error_of(path, model="GPT-5"))
+    assert "there are ChatGPT, GPT-4" in str(error_of(path, trace_model="GPT-5"))
 
 
 def test_burstgpt_sessions_are_accepted_and_said_not_to_share(tmp_path: Path) -> None:
@@ -702,10 +702,10 @@ def test_a_result_of_an_older_vllm_has_no_times(tmp_path: Path) -> None:
 def test_one_of_several_appended_results_has_to_be_chosen(tmp_path: Path) -> None:
     path = json_lines(tmp_path / "r.json", bench_result(), bench_result(date="tomorrow", input_lens=[1, 2, 3]))
     error = error_of(path)
-    for word in ("2 runs", "run=", "20261129-143842", "1: date tomorrow", "request_rate inf"):
+    for word in ("2 runs", "trace_run (--trace-run)", "20261129-143842", "1: date tomorrow", "request_rate inf"):
         assert word in error.reason
-    assert read_trace(path, run=1).num_prompt_tokens.tolist() == [2, 1, 3]
-    assert "there is no run 2" in str(error_of(path, run=2))
+    assert read_trace(path, trace_run=1).num_prompt_tokens.tolist() == [2, 1, 3]
+    assert "there is no run 2" in str(error_of(path, trace_run=2))
 
 
 @pytest.mark.parametrize(
@@ -721,7 +721,7 @@ def test_one_of_several_appended_results_has_to_be_chosen(tmp_path: Path) -> Non
 )
 def test_a_bad_benchmark_request_is_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     path = json_lines(tmp_path / "r.json", bench_result(), bench_result(**changes))
-    error = error_of(path, run=1)
+    error = error_of(path, trace_run=1)
     assert error.line == 2
     assert reason in error.reason
 

@@ -40,6 +40,7 @@ from windtunnel.scenarios.workloads import (
     with_arrivals,
     with_max_concurrency,
 )
+from windtunnel.scenarios.workloads.specs import shown
 from windtunnel.sim.rng import stream
 from windtunnel.sim.workload import Workload
 
@@ -148,6 +149,40 @@ def test_a_range_ratio_is_that_of_the_random_dataset(tokens: int, ratio: float, 
     assert Uniform.around(tokens, ratio) == Uniform(low, high)
 
 
+def test_percentiles_alone_begin_at_one_token_and_continue_their_last_line() -> None:
+    made = lengths_from({"dist": "quantiles", "p50": 200, "p90": 600, "p99": 1500})
+    assert made == Quantiles(((0.0, 1.0), (0.5, 200.0), (0.9, 600.0), (0.99, 1500.0), (1.0, 1600.0)))
+    values = draw(made)
+    assert (int(values.min()), int(values.max())) == (1, 1600)
+    assert [float(np.quantile(values, share)) for share in (0.5, 0.9, 0.99)] == pytest.approx(
+        [200, 600, 1500], rel=0.02
+    )
+    assert lengths_from({"dist": "quantiles", "p50": 5}) == Quantiles(((0.0, 1.0), (0.5, 5.0), (1.0, 9.0)))
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("fixed:tokens=12", lengths_from),
+        ("uniform:low=1,high=9", lengths_from),
+        ("lognormal:mean=512,sigma=0.8,max=8192", lengths_from),
+        ("lognormal:mean=512.5,min=3,std=100", lengths_from),
+        ("geometric:mean=4", lengths_from),
+        ("quantiles:p0=1,p50=200,p99.9=4000,p100=9000", lengths_from),
+        ("gamma:rate=2,burstiness=0.5,rescale=true", arrivals_from),
+        ("poisson:rate=inf", arrivals_from),
+        ("at_once", arrivals_from),
+        ("on_off:rate=2,on_s=60,off_s=0.5,off_rate=1", arrivals_from),
+        ("ramp:start_rate=1,end_rate=2,strategy=exponential", arrivals_from),
+        ("fixed:seconds=3", durations_from),
+        ("exponential:mean_s=2", durations_from),
+    ],
+)
+def test_a_specification_is_shown_as_it_may_be_written(text: str, read: Any) -> None:
+    assert shown(read(text)) == text
+    assert read(shown(read(text))) == read(text)
+
+
 def test_quantiles_come_out_as_they_went_in() -> None:
     given_points = {0.5: 200, 0.9: 900, 0.99: 4000, 1.0: 9000}
     values = draw(Quantiles.of(given_points))
@@ -172,9 +207,15 @@ def test_clipping_keeps_to_the_bounds(kind: Any) -> None:
         ({"dist": "lognormal", "mean": 512, "std": 100.5}, Lognormal(512, std=100.5)),
         ({"dist": "exponential", "mean": 9.5, "max": 20}, Exponential(9.5, maximum=20)),
         ({"dist": "geometric", "mean": 4}, Geometric(4)),
-        ({"dist": "quantiles", "quantiles": {"p50": 20, "1": 90}}, Quantiles(((0.5, 20.0), (1.0, 90.0)))),
-        ({"dist": "quantiles", "quantiles": [[1, 90], [0.5, 20]]}, Quantiles(((0.5, 20.0), (1.0, 90.0)))),
+        ({"dist": "quantiles", "quantiles": {"p50": 20, "1": 90}}, Quantiles(((0, 1), (0.5, 20.0), (1.0, 90.0)))),
+        ({"dist": "quantiles", "quantiles": [[1, 90], [0.5, 20]]}, Quantiles(((0, 1), (0.5, 20.0), (1.0, 90.0)))),
+        ({"dist": "quantiles", "p50": 20, "p100": 90}, Quantiles(((0, 1), (0.5, 20.0), (1.0, 90.0)))),
+        ({"dist": "quantiles", "p50": 20, "min": 5, "max": 90}, Quantiles(((0, 5), (0.5, 20.0), (1.0, 90.0)))),
+        ({"dist": "quantiles", "p0": 5, "p99.9": 20, "max": 90}, Quantiles(((0, 5), (0.999, 20.0), (1.0, 90.0)))),
         ({"dist": "empirical", "values": [3, 1, 2]}, Empirical((3, 1, 2))),
+        ("1k", Fixed(1000)),
+        ("uniform:low=1,high=9", Uniform(1, 9)),
+        ("lognormal:mean=2k,sigma=0.5,max=8K", Lognormal(2000, 0.5, 1, 8192)),
     ],
 )
 def test_a_length_is_made_from_plain_values(spec: Any, made: Any) -> None:
@@ -194,24 +235,35 @@ def test_a_length_is_made_from_plain_values(spec: Any, made: Any) -> None:
         ({"dist": "lognormal", "sigma": 1}, "prompt: lognormal needs mean"),
         ({"dist": "lognormal", "mean": 5}, "either sigma or std"),
         ({"dist": "lognormal", "mean": 5, "sigma": 1, "std": 1}, "either sigma or std"),
-        ({"dist": "lognormal", "mean": 0, "sigma": 1}, "mean must be a number above 0"),
+        ({"dist": "lognormal", "mean": 0, "sigma": 1}, "mean must be a finite number above 0"),
         ({"dist": "lognormal", "mean": 5, "sigma": -1}, "sigma must be a finite number of at least 0"),
         ({"dist": "lognormal", "mean": 5, "sigma": 1, "min": 0}, "min must be a whole number of at least 1"),
         ({"dist": "exponential", "mean": 5, "min": 9, "max": 8}, "max must be a whole number of at least 9"),
-        ({"dist": "exponential", "mean": float("inf")}, "mean must be a number above 0 and finite"),
+        ({"dist": "exponential", "mean": float("inf")}, "mean must be a finite number above 0"),
         ({"dist": "geometric", "mean": 0.5}, "mean must be a finite number of at least 1"),
         ({"dist": "fixed", "tokens": 1.5}, "tokens must be a whole number of at least 1"),
         ({"dist": "uniform", "low": 5, "high": 4}, "high must be a whole number of at least 5"),
         ({"dist": "uniform", "low": 5}, "either low and high or tokens and range_ratio"),
-        ({"dist": "uniform", "tokens": 5, "range_ratio": 1}, "range_ratio must be at least 0 and below 1"),
-        ({"dist": "quantiles", "quantiles": {"p50": 5}}, "must end with the share 1"),
+        ({"dist": "uniform", "tokens": 5, "range_ratio": 1}, "range_ratio must be a number of at least 0 and below 1"),
+        ({"dist": "quantiles"}, "no quantile is given, write for example p50 = 200"),
+        ({"dist": "quantiles", "p50": 5, "p99": 4}, "must not fall"),
+        ({"dist": "quantiles", "p50": 5, "p101": 6}, "a name from p0 to p100, got 'p101'"),
+        ({"dist": "quantiles", "p50": 0}, "p50 must be a number of at least 1"),
+        ({"dist": "quantiles", "p50": 5, "max": 9, "p100": 9}, "max and the quantile 1 say the same thing twice"),
+        ({"dist": "quantiles", "p50": 5, "quantiles": 5}, "quantiles must be pairs"),
+        ({"dist": "quantiles", "median": 5}, "quantiles has no 'median' .*, it has quantiles, min, max, p50, p99, …"),
+        ({"dist": "fixed", "tokens": 10**20}, "tokens must be .* and at most 2,147,483,647, got 1000"),
+        ({"dist": "lognormal", "mean": "2x", "sigma": 1}, "mean must be a finite number above 0, got '2x'"),
+        ({"dist": ["fixed"]}, r"unknown dist \['fixed'\]"),
         ({"dist": "quantiles", "quantiles": {"p50": 5, "1": 4}}, "must not fall"),
         ({"dist": "quantiles", "quantiles": {"p50": 5, "0.5": 5, "1": 6}}, "must rise"),
-        ({"dist": "quantiles", "quantiles": {"median": 5, "1": 6}}, "a number from 0 to 1 or a name such as p99"),
+        ({"dist": "quantiles", "quantiles": {"median": 5, "1": 6}}, "a number from 0 to 1 or a name from p0 to p100"),
         ({"dist": "empirical", "values": []}, "at least one"),
         ({"dist": "empirical", "values": [1, 0]}, "at least 1"),
         (0, "tokens must be a whole number of at least 1"),
-        ("many", "must be a number of tokens or a table"),
+        ("many", "unknown dist 'many', must be one of fixed"),
+        ("uniform:low", "'low' has no value"),
+        (1.5, "must be a number of tokens or a table"),
         (True, "must be a number of tokens or a table"),
     ],
 )
@@ -309,6 +361,8 @@ def test_arrivals_never_fall_and_a_seed_fixes_them(arrivals: Any, n: int, seed: 
         ({"process": "at_once"}, AtOnce()),
         ({"process": "on_off", "rate": 2, "on_s": 1, "off_s": 9}, OnOff(2, 1, 9)),
         ({"process": "ramp", "start_rate": 1, "end_rate": 2, "strategy": "exponential"}, Ramp(1, 2, "exponential")),
+        ("inf", Poisson(math.inf)),
+        ("on_off:rate=2,on_s=1m,off_s=500ms", OnOff(2, 60, 0.5)),
     ],
 )
 def test_arrivals_are_made_from_plain_values(spec: Any, made: Any) -> None:
@@ -322,10 +376,13 @@ def test_arrivals_are_made_from_plain_values(spec: Any, made: Any) -> None:
         ({"process": "poison", "rate": 1}, "do you mean 'poisson'"),
         ({"process": "poisson", "burstiness": 1}, "poisson has no 'burstiness'"),
         ({"process": "gamma", "rate": 1, "burstiness": 0}, "burstiness must be a number above 0"),
-        ({"process": "on_off", "rate": 1, "on_s": 0, "off_s": 1}, "on_s must be a number above 0"),
-        ({"process": "ramp", "start_rate": 0, "end_rate": 1}, "start_rate must be a number above 0"),
+        ({"process": "on_off", "rate": 1, "on_s": 0, "off_s": 1}, "on_s must be a finite number above 0"),
+        ({"process": "ramp", "start_rate": 0, "end_rate": 1}, "start_rate must be a finite number above 0"),
         ({"process": "ramp", "start_rate": 1, "end_rate": 1, "strategy": "cubic"}, "strategy must be"),
-        ("fast", "must be a rate or a table"),
+        ({"process": "poisson", "rate": 1, "rescale": "yes"}, "rescale must be true or false, got 'yes'"),
+        ({"process": "poisson", "rate": math.nan}, "rate must be a number above 0, got nan"),
+        ("fast", "unknown process 'fast', must be one of poisson"),
+        ([], "must be a rate or a table"),
     ],
 )
 def test_arrivals_that_are_none_say_what_is_allowed(spec: Any, message: str) -> None:
@@ -350,7 +407,14 @@ def test_a_pause_is_made_from_plain_values() -> None:
     assert durations_from(3) == FixedPause(3)
     assert durations_from({"dist": "exponential", "mean_s": 2}) == ExponentialPause(2)
     assert durations_from({"dist": "lognormal", "mean_s": 2, "sigma": 1}) == LognormalPause(2, 1)
-    for spec, message in ((-1, "seconds must be"), ({"dist": "exp"}, "unknown dist 'exp'"), ("long", "a table")):
+    assert durations_from("90s") == FixedPause(90)
+    assert durations_from("exponential:mean_s=2m") == ExponentialPause(120)
+    for spec, message in (
+        (-1, "seconds must be"),
+        ({"dist": "exp"}, "unknown dist 'exp'"),
+        ("long", "unknown dist 'long'"),
+        ([], "a table"),
+    ):
         with pytest.raises(ValueError, match=f"think time: .*{message}"):
             durations_from(spec)  # type: ignore[arg-type]
 
@@ -367,7 +431,7 @@ def test_a_workload_has_the_columns_it_was_asked_for() -> None:
     assert made.max_concurrency == 8
     assert made.max_tokens.tolist() == made.num_output_tokens.tolist()
     assert "seed 3" in made.notes[0]
-    assert "Lognormal(mean=512, sigma=0.8)" in made.notes[0]
+    assert "input lognormal:mean=512,sigma=0.8;" in made.notes[0]
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -453,8 +517,11 @@ def test_priorities_are_drawn_by_weight() -> None:
         ({"priorities": {1: 0}}, "must not all be 0"),
         ({"prompt": "long"}, "prompt: "),
         ({"prefixes": {"num_prefixes": 0, "prefix_tokens": 5}}, "prefixes: num_prefixes"),
-        ({"prefixes": {"num_prefixes": 1}}, "prefixes: prefixes needs prefix_tokens"),
-        ({"sessions": {"turns": 2, "thinks": 1}}, "do you mean 'think'"),
+        ({"prefixes": {"num_prefixes": 1}}, "^prefixes: missing prefix_tokens$"),
+        (
+            {"sessions": {"turns": 2, "thinks": 1}},
+            r"^sessions: there is no key 'thinks' \(do you mean 'think'\?\), it has turns, think, ",
+        ),
         ({"sessions": Sessions(2, num_sessions=5)}, "either num_requests or num_sessions"),
         ({"sessions": Sessions(2, max_context_tokens=3)}, "no first turn fits max_context_tokens = 3"),
     ],
@@ -470,7 +537,7 @@ def test_specifications_of_groups_are_checked() -> None:
     for made, message in (
         (lambda: Prefixes(2, 0), "prefix_tokens"),
         (lambda: Prefixes(2, 5, "normal"), "popularity"),  # type: ignore[arg-type]
-        (lambda: Prefixes(2, 5, share=1.5), "share must be at most 1"),
+        (lambda: Prefixes(2, 5, share=1.5), "share must be a number of at least 0 and at most 1, got 1.5"),
         (lambda: Sessions("two"), "turns"),  # type: ignore[arg-type]
         (lambda: Sessions(2, -1.0), "think"),
     ):
@@ -485,7 +552,7 @@ def test_other_arrivals_can_be_put_under_the_same_requests() -> None:
     assert moved.num_prompt_tokens.tolist() == made.num_prompt_tokens.tolist()
     assert np.diff(moved.arrival_ns[first]).tolist() == [SECOND // 2] * (int(first.sum()) - 1)
     assert moved.arrival_ns[~first].tolist() == made.arrival_ns[~first].tolist()
-    assert "Constant(rate=2)" in moved.notes[-1]
+    assert "constant:rate=2" in moved.notes[-1]
 
 
 def test_a_limit_of_requests_in_flight_can_be_set_and_lifted() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windtunnel import __version__
-from windtunnel.rundir import SavedRun, read_run, replica_columns, write_run
-from windtunnel.sim.records import Records, table_columns
+from windtunnel.rundir import RecordsFormat, SavedRun, read_run, replica_columns, request_columns, write_run, writing
+from windtunnel.sim.records import Records
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from windtunnel.sim.metrics import Summary
     from windtunnel.sim.workload import Workload
 
-NS_PER_S = 1_000_000_000
 Progress = Callable[[int, int], None]
 
 
@@ -122,13 +121,12 @@ class Run:
 
     @cached_property
     def requests(self) -> pd.DataFrame:
-        """One row a request: its columns in nanoseconds, and four latencies in seconds (``ttft_s``, ``tpot_s``, …).
+        """One row a request: its name in the trace, its columns in nanoseconds, and four latencies in seconds.
 
-        NaN where the request did not get so far; ``tpot_s`` is NaN for a single output token, which has none.
+        ``ttft_s``, ``tpot_s``, ``e2el_s`` and ``queue_s`` are NaN where the request did not get so far; ``tpot_s`` is
+        NaN for a single output token, which has none.  docs/run-folder.md describes every column.
         """
-        frame = _frame({**table_columns(self.records.requests), **request_seconds(self.records)})
-        labels = self.workload.labels
-        return frame if labels is None else frame.assign(label=[labels[row] for row in frame.request.tolist()])
+        return _frame(request_columns(self.records, self.workload))
 
     @cached_property
     def steps(self) -> pd.DataFrame:
@@ -145,14 +143,15 @@ class Run:
         """One row a preemption."""
         return _frame(replica_columns(self.records, "preemptions"))
 
-    def save(self, folder: str | Path, *, force: bool = False) -> None:
-        """Write the run into a folder that ``load_run`` and ``windtunnel report`` read.
+    def save(self, folder: str | Path, *, force: bool = False, records_format: RecordsFormat = "parquet") -> None:
+        """Write the run into a folder that ``load_run`` and ``windtunnel report`` read; its tables as Parquet or CSV.
 
         An earlier run there is replaced; ``force`` writes into a folder that holds other things, too.  Raises
         OutputError if it cannot be written.
         """
         resolved = {**self.resolved, "saturation_request_throughput": self.saturation_request_throughput}
-        write_run(Path(folder), SavedRun(self.workload, self.records, self.summary, resolved), force=force)
+        saved = SavedRun(self.workload, self.records, self.summary, resolved)
+        write_run(Path(folder), saved, force=force, records_format=records_format)
 
     @classmethod
     def load(cls, folder: str | Path) -> Run:
@@ -197,47 +196,29 @@ class Run:
     def report(self, path: str | Path) -> None:
         """Write one HTML file that shows what happened; it needs nothing else and works offline.
 
-        Raises OSError if it cannot be written.
+        Folders that are missing are made.  Raises OutputError if it cannot be written.
         """
         from windtunnel.reports.html import write_html
 
-        write_html(path, self.records, self.statistics, self.context)
+        with writing(Path(path)):
+            write_html(path, self.records, self.statistics, self.context)
 
     def trace(
         self, path: str | Path, *, start_s: float = 0.0, end_s: float | None = None, limit: int | None = None
     ) -> TraceStats:
         """Write the run, or a part of it, as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-        ``limit`` is the largest number of steps and of requests; the answer says what was left out.  Raises ValueError
-        for a part that is empty, OSError if the file cannot be written.
+        ``limit`` is the largest number of steps and of requests; the answer says what was left out.  Folders that are
+        missing are made.  Raises ValueError for a part that is empty, OutputError if the file cannot be written.
         """
         from windtunnel.reports.perfetto import write_trace
 
-        return write_trace(path, self.records, self.context, start_s=start_s, end_s=end_s, limit=limit)
+        with writing(Path(path)):
+            return write_trace(path, self.records, self.context, start_s=start_s, end_s=end_s, limit=limit)
 
     def __repr__(self) -> str:
         name = self.resolved["scenario"]["name"]
         return f"<Run {name}: {self.statistics.completed:,} of {len(self.records.requests):,} requests finished>"
-
-
-def request_seconds(records: Records) -> dict[str, Any]:
-    """Latencies of each request in seconds, defined as by ``vllm bench serve``; NaN where there is none."""
-    import numpy as np
-
-    table = records.requests
-
-    def since(end_ns: Any, start_ns: Any) -> Any:
-        return np.where((end_ns >= 0) & (start_ns >= 0), (end_ns - start_ns) / NS_PER_S, np.nan)
-
-    finished = np.where(table.outcome == 0, table.finish_ns, -1)
-    gaps = np.maximum(table.num_output_tokens - 1, 1)
-    has_gaps = table.num_output_tokens > 1
-    return {
-        "ttft_s": since(table.first_token_ns, table.arrival_ns),
-        "tpot_s": np.where(has_gaps, since(finished, table.first_token_ns) / gaps, np.nan),
-        "e2el_s": since(finished, table.arrival_ns),
-        "queue_s": since(table.scheduled_ns, table.arrival_ns),
-    }
 
 
 def _frame(columns: Mapping[str, Any]) -> pd.DataFrame:

@@ -1,9 +1,9 @@
-"""A run on disk: a folder of Parquet tables and JSON that reports are made from later.
+"""A run on disk: a folder of tables (Parquet or CSV) and JSON that reports are made from later.
 
-``workload.parquet`` holds what was asked (which prompts begin alike is left out), ``requests.parquet``,
-``steps.parquet``, ``spans.parquet`` and ``preemptions.parquet`` what happened (whole nanoseconds; the latter three with
-a ``replica`` column), ``summary.json`` the summary, ``scenario.resolved.json`` every setting with its source, the seed
-and the version.  Equal runs give equal bytes.
+``workload`` holds what was asked (which prompts begin alike is left out), ``requests``, ``steps``, ``spans`` and
+``preemptions`` what happened (whole nanoseconds; the latter three with a ``replica`` column), ``summary.json`` the
+summary, ``scenario.resolved.json`` every setting with its source, the seed and the version.  Equal runs give equal
+bytes.  docs/run-folder.md describes every column.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from windtunnel.sim.records import (
+    Outcome,
     PreemptionTable,
     Records,
     ReplicaRecords,
@@ -31,6 +32,9 @@ from windtunnel.sim.records import (
 )
 from windtunnel.sim.workload import Workload
 
+RecordsFormat = Literal["parquet", "csv"]
+
+NS_PER_S = 1_000_000_000
 RESOLVED_FILE = "scenario.resolved.json"
 SUMMARY_FILE = "summary.json"
 _REPLICA_TABLES = {"steps": StepTable, "spans": SpanTable, "preemptions": PreemptionTable}
@@ -43,6 +47,8 @@ _WORKLOAD_COLUMNS = (
     "previous",
     "think_ns",
 )
+_TEXT_COLUMNS = ("label", "outcome_name")
+_TABLES = ("workload", "requests", *_REPLICA_TABLES)
 _REPLICA_FACTS = ("num_usable_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
 
 
@@ -72,10 +78,13 @@ def check_can_write(folder: Path, *, force: bool = False) -> None:
 
 
 def check_can_write_file(path: Path) -> None:
-    """Make sure that a file can be written later; raises OutputError if it cannot."""
+    """Make sure that a file can be written later, be it into folders that are still to be made.
+
+    Raises OutputError if it cannot.
+    """
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a folder; name a file")
-    parent = path.absolute().parent
+    parent = _nearest_existing(path.absolute().parent)
     _check_is_folder(path, parent)
     _try_to_write(path, parent)
     if path.exists() and not os.access(path, os.W_OK):
@@ -93,8 +102,6 @@ def _nearest_existing(folder: Path) -> Path:
 
 
 def _check_is_folder(target: Path, parent: Path) -> None:
-    if not parent.exists():
-        raise OutputError(f"cannot write {target}: there is no folder {parent}")
     if not parent.is_dir():
         raise OutputError(f"cannot write {target}: {parent} is a file, not a folder")
 
@@ -105,6 +112,27 @@ def _try_to_write(target: Path, parent: Path) -> None:
             pass
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror} ({parent})") from None
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Make the folders in which ``target`` is written in the block; if that fails, those that were made go again.
+
+    An OSError of the block becomes an OutputError.
+    """
+    parent = target.absolute().parent
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+        if not isinstance(error, OSError):
+            raise
+        said = error.strerror or str(error)
+        raise OutputError(said if said.startswith("cannot write") else f"cannot write {target}: {said}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,21 +146,21 @@ class SavedRun:
     resolved: dict[str, Any]
 
 
-def write_run(folder: Path, run: SavedRun, *, force: bool = False) -> None:
+def write_run(folder: Path, run: SavedRun, *, force: bool = False, records_format: RecordsFormat = "parquet") -> None:
     """Write a run, whole or not at all: into a folder beside it, which then takes its place.
 
-    Raises OutputError as ``check_can_write`` does, and when the disk fails.
+    Raises OutputError as ``check_can_write`` does, and when the disk fails; ValueError for an unknown format.
     """
+    if records_format not in get_args(RecordsFormat):
+        raise ValueError(f'records_format must be "parquet" or "csv", got {records_format!r}')
     check_can_write(folder, force=force)
-    resolved = {**run.resolved, "requests": _workload_facts(run.workload), "records": _facts(run.records)}
-    try:
-        with _replacing(folder) as scratch:
-            for name, columns in _tables(run).items():
-                _write_parquet(scratch / f"{name}.parquet", columns)
-            _write_json(scratch / SUMMARY_FILE, run.summary)
-            _write_json(scratch / RESOLVED_FILE, resolved)
-    except OSError as error:
-        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
+    facts = {"format": records_format, **_facts(run.records)}
+    resolved = {**run.resolved, "requests": _workload_facts(run.workload), "records": facts}
+    with writing(folder), _replacing(folder) as scratch:
+        for name, columns in _tables(run).items():
+            _write_table(scratch / f"{name}.{records_format}", columns)
+        _write_json(scratch / SUMMARY_FILE, run.summary)
+        _write_json(scratch / RESOLVED_FILE, resolved)
 
 
 @contextmanager
@@ -142,7 +170,6 @@ def _replacing(folder: Path) -> Iterator[Path]:
     What else lies in ``folder``, such as a report made from it, is left alone.
     """
     folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         yield scratch
@@ -157,9 +184,25 @@ def _replacing(folder: Path) -> Iterator[Path]:
 
 def _move_into(scratch: Path, folder: Path) -> None:
     """Replace file by file; the one that makes a folder a run goes first and comes last."""
+    old_tables = _tables_of_run(folder)
     (folder / RESOLVED_FILE).unlink(missing_ok=True)
+    for name in old_tables:
+        (folder / name).unlink(missing_ok=True)
     for path in sorted(scratch.iterdir(), key=lambda path: (path.name == RESOLVED_FILE, path.name)):
         path.replace(folder / path.name)
+
+
+def _tables_of_run(folder: Path) -> list[str]:
+    """The tables of the run that is there, be it in another format; none if that cannot be told."""
+    try:
+        suffix = _format_of(json.loads((folder / RESOLVED_FILE).read_text("utf-8"))["records"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [f"{name}.{suffix}" for name in _TABLES]
+
+
+def _format_of(facts: Mapping[str, Any]) -> RecordsFormat:
+    return "csv" if facts.get("format") == "csv" else "parquet"
 
 
 def _umask() -> int:
@@ -172,9 +215,45 @@ def _tables(run: SavedRun) -> dict[str, dict[str, Any]]:
     workload: dict[str, Any] = {name: getattr(run.workload, name) for name in _WORKLOAD_COLUMNS}
     if run.workload.labels is not None:
         workload["label"] = list(run.workload.labels)
-    requests = table_columns(run.records.requests)
     replicas = {name: replica_columns(run.records, name) for name in _REPLICA_TABLES}
-    return {"workload": workload, "requests": dict(requests), **replicas}
+    return {"workload": workload, "requests": request_columns(run.records, run.workload), **replicas}
+
+
+def request_columns(records: Records, workload: Workload) -> dict[str, Any]:
+    """Columns of the requests, with what joins them to their source and what people read.
+
+    ``label`` behind ``request`` is the request's name in its source (None where it has none), ``outcome_name`` behind
+    ``outcome`` the outcome in words; last come latencies in seconds, defined as by ``vllm bench serve`` and NaN where
+    the request did not get so far (``tpot_s`` also for a single output token, which has none).
+    """
+    own = dict(table_columns(records.requests))
+    names = np.array([outcome.name.lower() for outcome in Outcome], object)[own["outcome"]]
+    columns = {"request": own.pop("request"), "label": _labels(records, workload), "outcome": own.pop("outcome")}
+    return {**columns, "outcome_name": names, **own, **_request_seconds(records)}
+
+
+def _labels(records: Records, workload: Workload) -> Any:
+    labels = np.full(len(records.requests), None, object)
+    if workload.labels is not None:
+        labels[:] = [workload.labels[row] for row in records.requests.request.tolist()]
+    return labels
+
+
+def _request_seconds(records: Records) -> dict[str, Any]:
+    table = records.requests
+
+    def since(end_ns: Any, start_ns: Any) -> Any:
+        return np.where((end_ns >= 0) & (start_ns >= 0), (end_ns - start_ns) / NS_PER_S, np.nan)
+
+    finished_ns = np.where(table.outcome == Outcome.FINISHED, table.finish_ns, -1)
+    gaps = np.maximum(table.num_output_tokens - 1, 1)
+    has_gaps = table.num_output_tokens > 1
+    return {
+        "ttft_s": since(table.first_token_ns, table.arrival_ns),
+        "tpot_s": np.where(has_gaps, since(finished_ns, table.first_token_ns) / gaps, np.nan),
+        "e2el_s": since(finished_ns, table.arrival_ns),
+        "queue_s": since(table.scheduled_ns, table.arrival_ns),
+    }
 
 
 def replica_columns(records: Records, name: str) -> dict[str, Any]:
@@ -204,15 +283,30 @@ def _facts(records: Records) -> dict[str, Any]:
     }
 
 
-def _write_parquet(path: Path, columns: Mapping[str, Any]) -> None:
+def _write_table(path: Path, columns: Mapping[str, Any]) -> None:
+    """Parquet or CSV by the name's suffix; what there is not (NaN, None) is null in the one and empty in the other."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    pq.write_table(pa.table(dict(columns)), path, compression="zstd")
+    table = pa.table({name: _arrow(name, values) for name, values in columns.items()})
+    if path.suffix == ".csv":
+        import pyarrow.csv
+
+        pyarrow.csv.write_csv(table, path)
+    else:
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(table, path, compression="zstd")
+
+
+def _arrow(name: str, values: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.array(values, type=pa.string() if name in _TEXT_COLUMNS else None, from_pandas=True)
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(to_json(data) + "\n", "utf-8")
+    # what no file can hold (a file name that is no UTF-8, in surrogates) becomes JSON's own escape
+    path.write_text(to_json(data) + "\n", "utf-8", errors="backslashreplace")
 
 
 def to_json(data: Mapping[str, Any]) -> str:
@@ -249,19 +343,31 @@ def read_run(folder: Path) -> SavedRun:
     try:
         resolved = json.loads((folder / RESOLVED_FILE).read_text("utf-8"))
         summary = json.loads((folder / SUMMARY_FILE).read_text("utf-8"))
-        names = ("workload", "requests", *_REPLICA_TABLES)
-        tables = {name: _read_parquet(folder / f"{name}.parquet") for name in names}
+        suffix = _format_of(resolved["records"])
+        tables = {name: _read_table(folder / f"{name}.{suffix}") for name in _TABLES}
         workload = _workload(resolved.pop("requests"), tables["workload"])
         return SavedRun(workload, _records(resolved.pop("records"), tables), summary, resolved)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
         raise RunUnreadable(f"the run in {folder} cannot be read ({error}): simulate it again") from error
 
 
-def _read_parquet(path: Path) -> dict[str, Any]:
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(path)
+def _read_table(path: Path) -> dict[str, Any]:
+    table = _read_csv(path) if path.suffix == ".csv" else _read_parquet(path)
     return {name: column.to_numpy() for name, column in zip(table.column_names, table.columns, strict=True)}
+
+
+def _read_parquet(path: Path) -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(path)
+
+
+def _read_csv(path: Path) -> Any:
+    import pyarrow as pa
+    import pyarrow.csv as pc
+
+    types = pc.ConvertOptions(column_types={name: pa.string() for name in _TEXT_COLUMNS})
+    return pc.read_csv(path, parse_options=pc.ParseOptions(newlines_in_values=True), convert_options=types)
 
 
 def _workload(facts: Mapping[str, Any], columns: Mapping[str, Any]) -> Workload:

@@ -9,15 +9,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from windtunnel.scenarios.workloads.specs import build, check_not_negative, check_positive
+from windtunnel.scenarios.units import parse_rate
+from windtunnel.scenarios.workloads.specs import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_OR_INFINITE,
+    SECONDS,
+    SECONDS_OR_NONE,
+    build,
+    check_parameters,
+    from_text,
+)
 from windtunnel.sim.workload import IntArray
 
 FloatArray = npt.NDArray[np.float64]
+
+Rate = Annotated[float, POSITIVE_OR_INFINITE, "Requests per second; inf is all at once."]
+Burstiness = Annotated[
+    float, POSITIVE_OR_INFINITE, "1 is Poisson, below is burstier, above more regular, inf constant."
+]
+Rescale = Annotated[
+    bool, "Stretch the times so that the last of n requests comes at n / rate exactly, as vllm bench serve does."
+]
 
 
 class Arrivals(Protocol):
@@ -38,13 +56,12 @@ class Gamma:
     Source: vLLM 0.32 ``benchmarks/serve.py``, ``get_request``.
     """
 
-    rate: float
-    burstiness: float = 1.0
-    rescale: bool = False
+    rate: Rate
+    burstiness: Burstiness = 1.0
+    rescale: Rescale = False
 
     def __post_init__(self) -> None:
-        check_positive("rate", self.rate, infinite=True)
-        check_positive("burstiness", self.burstiness, infinite=True)
+        check_parameters(self)
 
     def sample_ns(self, rng: np.random.Generator, n: int) -> IntArray:
         """Arrival times of ``n`` requests."""
@@ -62,11 +79,11 @@ class Gamma:
 class Poisson:
     """A Poisson process: independent requests at ``rate`` a second.  ``rescale`` as in Gamma."""
 
-    rate: float
-    rescale: bool = False
+    rate: Rate
+    rescale: Rescale = False
 
     def __post_init__(self) -> None:
-        check_positive("rate", self.rate, infinite=True)
+        check_parameters(self)
 
     def sample_ns(self, rng: np.random.Generator, n: int) -> IntArray:
         """Arrival times of ``n`` requests."""
@@ -77,10 +94,10 @@ class Poisson:
 class Constant:
     """One request every 1/rate seconds."""
 
-    rate: float
+    rate: Rate
 
     def __post_init__(self) -> None:
-        check_positive("rate", self.rate, infinite=True)
+        check_parameters(self)
 
     def sample_ns(self, rng: np.random.Generator, n: int) -> IntArray:
         """Arrival times of ``n`` requests."""
@@ -104,16 +121,13 @@ class OnOff:
     of the cumulated rate.
     """
 
-    rate: float
-    on_s: float
-    off_s: float
-    off_rate: float = 0.0
+    rate: Annotated[float, POSITIVE, "Requests per second while it is on."]
+    on_s: Annotated[float, SECONDS, "How long it is on, in seconds."]
+    off_s: Annotated[float, SECONDS_OR_NONE, "How long it is off then, in seconds."]
+    off_rate: Annotated[float, NOT_NEGATIVE, "Requests per second while it is off."] = 0.0
 
     def __post_init__(self) -> None:
-        check_positive("rate", self.rate)
-        check_positive("on_s", self.on_s)
-        check_not_negative("off_s", self.off_s)
-        check_not_negative("off_rate", self.off_rate)
+        check_parameters(self)
 
     def sample_ns(self, rng: np.random.Generator, n: int) -> IntArray:
         """Arrival times of ``n`` requests."""
@@ -133,17 +147,15 @@ class Ramp:
     Source: ``--ramp-up-strategy`` of vLLM 0.32 ``benchmarks/serve.py``; here the rate may fall, too.
     """
 
-    start_rate: float
-    end_rate: float
-    strategy: Literal["linear", "exponential"] = "linear"
-    burstiness: float = 1.0
+    start_rate: Annotated[float, POSITIVE, "Requests per second at the first request."]
+    end_rate: Annotated[float, POSITIVE, "Requests per second at the last request."]
+    strategy: Annotated[
+        Literal["linear", "exponential"], "How the rate goes from one to the other, by number of the request."
+    ] = "linear"
+    burstiness: Burstiness = 1.0
 
     def __post_init__(self) -> None:
-        check_positive("start_rate", self.start_rate)
-        check_positive("end_rate", self.end_rate)
-        check_positive("burstiness", self.burstiness, infinite=True)
-        if self.strategy not in ("linear", "exponential"):
-            raise ValueError(f'strategy must be "linear" or "exponential", got {self.strategy!r}')
+        check_parameters(self)
 
     def sample_ns(self, rng: np.random.Generator, n: int) -> IntArray:
         """Arrival times of ``n`` requests."""
@@ -166,14 +178,16 @@ ARRIVAL_KINDS: dict[str, Callable[..., Arrivals]] = {
 }
 
 
-def arrivals_from(spec: Arrivals | float | Mapping[str, Any], what: str = "arrivals") -> Arrivals:
-    """An arrival process from its plain description: a rate (Poisson; ``inf`` is all at once) or a dict.
+def arrivals_from(spec: Arrivals | float | str | Mapping[str, Any], what: str = "arrivals") -> Arrivals:
+    """An arrival process from its plain description: a rate (Poisson; ``inf`` is all at once), a dict, or text.
 
     ``{"process": "poisson", "rate", "rescale"}``, ``{"process": "gamma", "rate", "burstiness", "rescale"}``,
     ``{"process": "constant", "rate"}``, ``{"process": "at_once"}``, ``{"process": "on_off", "rate", "on_s", "off_s",
     "off_rate"}``, ``{"process": "ramp", "start_rate", "end_rate", "strategy", "burstiness"}``.  A process is returned
     as it is.  Raises ValueError that begins with ``what``.
     """
+    if isinstance(spec, str):
+        spec = from_text(spec, parse_rate, "process", what)
     if isinstance(spec, Mapping):
         return build(spec, ARRIVAL_KINDS, tag="process", what=what)
     if isinstance(spec, (int, float)) and not isinstance(spec, bool):

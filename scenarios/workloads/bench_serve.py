@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from windtunnel.scenarios.workloads.cells import TimeArray, times, token_counts
-from windtunnel.scenarios.workloads.errors import BadRows, BoolArray, OnBadRow, TraceError
+from windtunnel.scenarios.workloads.errors import BadRows, BoolArray, OnBadRow, TraceError, brief
 from windtunnel.scenarios.workloads.files import PathLike, json_values, read_text
 from windtunnel.scenarios.workloads.rows import TraceRows
 
 KEYS = frozenset(("input_lens", "output_lens", "total_input_tokens", "request_throughput", "endpoint_type"))
 
 
-def read(path: PathLike, *, on_bad_row: OnBadRow = "error", run: int | None = None) -> TraceRows:
-    """The requests of one benchmark run; ``run`` (from 0) chooses among those that --append-result put in one file.
+def read(path: PathLike, *, on_bad_row: OnBadRow = "error", trace_run: int | None = None) -> TraceRows:
+    """The requests of one benchmark run; ``trace_run`` (from 0) chooses among those that --append-result put in a file.
 
     A run with ``max_concurrency`` keeps that limit, and its requests are due before their wait at the client where
     the file has ``queue_times``.  A file without ``start_times`` (older vLLM) has all requests due at once.
@@ -30,7 +30,7 @@ def read(path: PathLike, *, on_bad_row: OnBadRow = "error", run: int | None = No
     that was saved without --save-detailed, lists of different length, or a bad request.
     """
     results = [(line, value) for line, value in json_values(path, read_text(path))]
-    line, result = _chosen(path, results, run)
+    line, result = _chosen(path, results, trace_run)
     inputs, outputs = _list(path, line, result, "input_lens"), _list(path, line, result, "output_lens")
     _same_length(path, line, result, len(inputs))
     bad = _BadRequests(path, [line] * len(inputs))
@@ -72,7 +72,11 @@ def _chosen(path: PathLike, results: Sequence[tuple[int, Any]], run: int | None)
     if run is None and len(results) > 1:
         listed = "; ".join(f"{number}: {_described(value)}" for number, (_, value) in enumerate(results[:8]))
         more = f"; and {len(results) - 8} more" if len(results) > 8 else ""
-        raise TraceError(path, None, f"the file holds {len(results)} runs, choose one with run=…: {listed}{more}")
+        raise TraceError(
+            path,
+            None,
+            f"the file holds {len(results)} runs, choose one with trace_run (--trace-run): {listed}{more}",
+        )
     chosen = 0 if run is None else run
     if not 0 <= chosen < len(results):
         raise TraceError(path, None, f"there is no run {chosen}: the file holds runs 0 to {len(results) - 1}")
@@ -81,7 +85,7 @@ def _chosen(path: PathLike, results: Sequence[tuple[int, Any]], run: int | None)
 
 def _described(result: Mapping[str, Any]) -> str:
     keys = ("date", "model_id", "request_rate", "max_concurrency", "num_prompts")
-    return ", ".join(f"{key} {result[key]}" for key in keys if result.get(key) is not None)
+    return ", ".join(f"{key} {str(result[key])[:40]}" for key in keys if result.get(key) is not None)
 
 
 def _list(path: PathLike, line: int, result: Mapping[str, Any], key: str) -> list[Any]:
@@ -100,16 +104,16 @@ def _list(path: PathLike, line: int, result: Mapping[str, Any], key: str) -> lis
 
 def _same_length(path: PathLike, line: int, result: Mapping[str, Any], num_requests: int) -> None:
     for key in ("output_lens", "start_times", "queue_times", "errors"):
-        values = result.get(key)
-        if values and isinstance(values, list) and len(values) != num_requests:
+        values = _list(path, line, result, key) if result.get(key) or key == "output_lens" else []
+        if len(values) != num_requests and (values or key == "output_lens"):
             raise TraceError(path, line, f"{key} has {len(values):,} values, input_lens {num_requests:,}")
     limit = result.get("max_concurrency")
     if limit is not None and not (type(limit) is int and limit >= 1):
-        raise TraceError(path, line, f"max_concurrency is {limit!r}, must be null or at least 1")
+        raise TraceError(path, line, f"max_concurrency is {brief(limit)}, must be null or at least 1")
 
 
 def _with_error(errors: Any, num_requests: int) -> BoolArray:
-    if not isinstance(errors, list) or not errors:
+    if not errors:
         return np.zeros(num_requests, np.bool_)
     return np.array([bool(error) for error in errors], np.bool_)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from windtunnel.scenarios.workloads.cells import times, token_counts
-from windtunnel.scenarios.workloads.errors import BoolArray, OnBadRow, TraceError, failures_note
+from windtunnel.scenarios.workloads.errors import BoolArray, OnBadRow, TraceError, brief, failures_note, names
 from windtunnel.scenarios.workloads.files import PathLike, Table, read_csv
 from windtunnel.scenarios.workloads.rows import TraceRows, line_labels
 
 COLUMNS = frozenset(("timestamp", "request tokens", "response tokens"))
 
 
-def read(path: PathLike, *, on_bad_row: OnBadRow = "error", model: str | None = None) -> TraceRows:
-    """The rows of a BurstGPT trace that got a response, of one ``model`` ("GPT-4", "ChatGPT") or of all (None).
+def read(path: PathLike, *, on_bad_row: OnBadRow = "error", trace_model: str | None = None) -> TraceRows:
+    """The rows of a BurstGPT trace that got a response, of one ``trace_model`` ("GPT-4", "ChatGPT") or of all (None).
 
     Requests come at their recorded times whatever their session: the file does not say which text they share.
     Raises OSError; TraceError for a missing column, a bad row or a model that the file does not have.
@@ -29,11 +29,11 @@ def read(path: PathLike, *, on_bad_row: OnBadRow = "error", model: str | None = 
     for row in np.flatnonzero((prompt == 0) & (output > 0)).tolist():
         table.bad.add(row, "Request tokens is 0 although there was a response, must be at least 1")
     good, bad_note = table.bad.settle(on_bad_row)
-    asked = _of_model(table, model)
+    asked = _of_model(table, trace_model)
     keep = good & asked & (output > 0)
     lines = table.line_numbers
     failed = lines[good & asked & (output == 0)].tolist()
-    notes = [*_model_note(model, good, asked)]
+    notes = [*_model_note(trace_model, good, asked)]
     if failed:
         notes.append(failures_note(int((good & asked).sum()), failed, "that failed (0 response tokens)"))
     return TraceRows(
@@ -45,18 +45,24 @@ def read(path: PathLike, *, on_bad_row: OnBadRow = "error", model: str | None = 
         output[keep],
         usual_unit="s",
         labels=line_labels(lines[keep]),
-        notes=(*table.unused_note(COLUMNS | ({"model"} if model else set())), *bad_note, *notes, *_session_note(table)),
+        notes=(
+            *table.unused_note(COLUMNS | ({"model"} if trace_model else set())),
+            *bad_note,
+            *notes,
+            *_session_note(table),
+        ),
     )
 
 
 def _of_model(table: Table, model: str | None) -> BoolArray:
     if model is None:
         return np.ones(len(table.lines), np.bool_)
-    names = table.column("Model")
-    asked = np.array([name == model for name in names], np.bool_)
+    models = table.column("Model")
+    asked = np.array([each == model for each in models], np.bool_)
     if not asked.any():
-        known = ", ".join(dict.fromkeys(names))
-        raise TraceError(table.path, None, f"no request of model {model!r}; there are {known}")
+        raise TraceError(
+            table.path, None, f"no request of model {brief(model)}; there are {names(dict.fromkeys(models))}"
+        )
     return asked
 
 

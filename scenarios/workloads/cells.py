@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from windtunnel.scenarios.workloads.errors import BadRows
+from windtunnel.scenarios.workloads.errors import BadRows, brief
 from windtunnel.sim.workload import IntArray
 
 TimeArray = npt.NDArray[np.int64] | npt.NDArray[np.float64]
@@ -55,9 +55,9 @@ def _each_integer(name: str, cells: Sequence[Any], bad: BadRows, neutral: int) -
     for row, cell in enumerate(cells):
         number, problem = number_of(cell)
         if not problem and number != int(number):
-            problem = f"is {cell!r}, not a whole number"
+            problem = f"is {brief(cell)}, not a whole number"
         if not problem and abs(number) >= 2**63:
-            problem = f"is {cell!r}, far too large"
+            problem = f"is {brief(cell)}, far too large"
         if problem:
             bad.add(row, f"{name} {problem}")
         else:
@@ -70,13 +70,13 @@ def number_of(cell: Any) -> tuple[int | float, str]:
     if cell is None or (isinstance(cell, str) and not cell.strip()):
         return 0, "is missing"
     if isinstance(cell, bool) or not isinstance(cell, (int, float, str)):
-        return 0, f"is {cell!r}, not a number"
+        return 0, f"is {brief(cell)}, not a number"
     try:
         number = _parsed(cell) if isinstance(cell, str) else cell
         finite = abs(number) < float("inf")
     except (ValueError, OverflowError):
-        return 0, f"is {cell!r}, not a number"
-    return (number, "") if finite else (0, f"is {cell!r}, not a finite number")
+        return 0, f"is {brief(cell)}, not a number"
+    return (number, "") if finite else (0, f"is {brief(cell)}, not a finite number")
 
 
 def _parsed(text: str) -> int | float:
@@ -95,7 +95,7 @@ def times(name: str, cells: Sequence[Any], bad: BadRows) -> TimeArray:
     for row, cell in enumerate(cells):
         number, problem = number_of(cell)
         if not problem and abs(number) > _MAX_TIME:
-            number, problem = 0, f"is {cell!r}, out of range"
+            number, problem = 0, f"is {brief(cell)}, out of range"
         if problem:
             bad.add(row, f"{name} {problem}")
         numbers.append(number)
@@ -118,7 +118,7 @@ def wall_clock_ns(name: str, cells: Sequence[Any], bad: BadRows) -> IntArray:
     for row, cell in enumerate(cells):
         match = _WALL_CLOCK.fullmatch(cell)
         if match is None:
-            bad.add(row, f"{name} is {cell!r}, not a time such as 2023-11-16 18:17:03.9799600")
+            bad.add(row, f"{name} is {brief(cell)}, not a time such as 2023-11-16 18:17:03.9799600")
             stamps.append("1970-01-01T00:00:00")
             rest_ns.append(0)
             continue
@@ -146,5 +146,5 @@ def _second(name: str, row: int, stamp: str, bad: BadRows) -> int:
     try:
         return int(np.datetime64(stamp, "s").astype(np.int64))
     except ValueError:
-        bad.add(row, f"{name} is {stamp.replace('T', ' ')!r}, which is no date and time")
+        bad.add(row, f"{name} is {brief(stamp.replace('T', ' '))}, which is no date and time")
         return 0

@@ -66,11 +66,11 @@ def shared_prompt_tokens(workload: Workload) -> IntArray:
     shared = np.zeros(len(workload), np.int64)
     if workload.content is None:
         return shared
-    longest = [0] * workload.num_streams
+    longest: dict[int, int] = {}
     for row, segments in enumerate(workload.content):
         common = 0
         for stream, end in segments:
-            seen = longest[stream]
+            seen = longest.get(stream, 0)
             common = max(common, min(seen, end))
             longest[stream] = max(seen, end)
         shared[row] = common

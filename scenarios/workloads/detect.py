@@ -7,7 +7,7 @@ from typing import Literal
 
 from windtunnel.scenarios.workloads import bench_serve, native, sharegpt
 from windtunnel.scenarios.workloads.errors import TraceError
-from windtunnel.scenarios.workloads.files import PathLike, header_cells, read_head
+from windtunnel.scenarios.workloads.files import PathLike, header_cells, read_head, read_text
 
 TraceFormat = Literal["azure", "mooncake", "burstgpt", "sharegpt", "vllm-bench", "windtunnel"]
 
@@ -34,8 +34,9 @@ def detect_format(path: PathLike) -> TraceFormat:
         raise TraceError(path, None, "the file is empty: a trace needs at least one request")
     found = _json_format(start) if start[0] in "[{" else _csv_format(start)
     if found is None:
+        read_text(path)  # says so if it is no text at all
         seen = list(_json_keys(start)) if start[0] in "[{" else header_cells(start)
-        shown = ", ".join(seen[:12]) or start[:40].splitlines()[0]
+        shown = ", ".join(seen[:12]) or start[:40]
         raise TraceError(path, 1, f"the format is not recognised (found {shown!r:.200}): {_ACCEPTED}")
     return found
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from windtunnel.scenarios.workloads.specs import build, check_not_negative, check_positive, is_number
+from windtunnel.scenarios.units import parse_duration_s
+from windtunnel.scenarios.workloads.specs import (
+    NOT_NEGATIVE,
+    SECONDS,
+    SECONDS_OR_NONE,
+    build,
+    check_parameters,
+    from_text,
+    is_number,
+)
 from windtunnel.sim.workload import IntArray
 
 _LONGEST_S = 1e9
@@ -28,10 +37,10 @@ class Durations(Protocol):
 class FixedPause:
     """Always the same pause."""
 
-    seconds: float
+    seconds: Annotated[float, SECONDS_OR_NONE, "The pause."]
 
     def __post_init__(self) -> None:
-        check_not_negative("seconds", self.seconds)
+        check_parameters(self)
 
     def sample_ns(self, rng: np.random.Generator, n: int) -> IntArray:  # noqa: ARG002 - one signature for all
         """``n`` times the pause."""
@@ -42,10 +51,10 @@ class FixedPause:
 class ExponentialPause:
     """Exponential with this mean."""
 
-    mean_s: float
+    mean_s: Annotated[float, SECONDS, "Mean, in seconds."]
 
     def __post_init__(self) -> None:
-        check_positive("mean_s", self.mean_s)
+        check_parameters(self)
 
     def sample_ns(self, rng: np.random.Generator, n: int) -> IntArray:
         """``n`` draws."""
@@ -56,12 +65,11 @@ class ExponentialPause:
 class LognormalPause:
     """Log-normal with this mean; ``sigma`` is that of the logarithm."""
 
-    mean_s: float
-    sigma: float
+    mean_s: Annotated[float, SECONDS, "Mean, in seconds."]
+    sigma: Annotated[float, NOT_NEGATIVE, "Standard deviation of the logarithm."]
 
     def __post_init__(self) -> None:
-        check_positive("mean_s", self.mean_s)
-        check_not_negative("sigma", self.sigma)
+        check_parameters(self)
 
     def sample_ns(self, rng: np.random.Generator, n: int) -> IntArray:
         """``n`` draws."""
@@ -75,12 +83,14 @@ DURATION_KINDS: dict[str, Callable[..., Durations]] = {
 }
 
 
-def durations_from(spec: Durations | float | Mapping[str, Any], what: str = "think time") -> Durations:
-    """A distribution of pauses from its plain description: a number of seconds (fixed) or a dict.
+def durations_from(spec: Durations | float | str | Mapping[str, Any], what: str = "think time") -> Durations:
+    """A distribution of pauses from its plain description: a number of seconds (fixed), a dict, or text.
 
     ``{"dist": "fixed", "seconds"}``, ``{"dist": "exponential", "mean_s"}``, ``{"dist": "lognormal", "mean_s",
     "sigma"}``.  A distribution is returned as it is.  Raises ValueError that begins with ``what``.
     """
+    if isinstance(spec, str):
+        spec = from_text(spec, parse_duration_s, "dist", what)
     if isinstance(spec, Mapping):
         return build(spec, DURATION_KINDS, tag="dist", what=what)
     if is_number(spec):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -13,6 +13,26 @@ OnBadRow = Literal["error", "skip"]
 BoolArray = npt.NDArray[np.bool_]
 
 _SHOWN = 3
+_MOST_NAMES = 12
+_LONGEST_VALUE = 60
+
+
+def brief(value: object, longest: int = _LONGEST_VALUE) -> str:
+    """A value as it is shown in a message: quoted, and cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def names(known: Iterable[str]) -> str:
+    """Some names (of columns, of models) as a list for a message; not more than a dozen, none of them long."""
+    listed = list(known)
+    shown = [name if len(name) <= _LONGEST_VALUE else name[: _LONGEST_VALUE - 1] + "…" for name in listed[:_MOST_NAMES]]
+    return printable(_listed(shown, len(listed)))
+
+
+def printable(text: str) -> str:
+    """The text with what no file can hold (halves of surrogate pairs, from JSON) written out as ``\\ud800``."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class TraceError(ValueError):
@@ -55,7 +75,7 @@ class BadRows:
             return keep, ()
         rows = sorted(self._reasons)
         if on_bad_row == "error":
-            remedy = 'correct the row, or pass on_bad_row="skip" to leave such rows out'
+            remedy = 'correct the row, or leave such rows out with on_bad_row = "skip" (--on-bad-row skip)'
             raise TraceError(self._path, self._lines[rows[0]], f"{self._reasons[rows[0]]}: {remedy}")
         keep[rows] = False
         return keep, (self._note(rows),)
@@ -74,7 +94,7 @@ def failures_note(num_rows: int, lines: Sequence[int], what: str) -> str:
 def check_on_bad_row(on_bad_row: str) -> None:
     """Raise ValueError for anything but "error" and "skip"."""
     if on_bad_row not in ("error", "skip"):
-        raise ValueError(f'on_bad_row must be "error" or "skip", got {on_bad_row!r}')
+        raise ValueError(f'on_bad_row must be "error" or "skip", got {brief(on_bad_row)}')
 
 
 def _listed(shown: list[str], total: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from windtunnel.scenarios.workloads.errors import BadRows, TraceError
+from windtunnel.scenarios.workloads.errors import BadRows, TraceError, brief, names
 from windtunnel.sim.workload import IntArray
 
 PathLike = str | os.PathLike[str]
@@ -79,7 +79,7 @@ class Table:
             near = get_close_matches(name.lower(), [c.lower() for c in self.columns], 1)
             hint = f" (is {near[0]!r} it?)" if near else ""
             raise TraceError(
-                self.path, self.header_line, f"there is no column {name!r}{hint}; there are {', '.join(self.columns)}"
+                self.path, self.header_line, f"there is no column {name!r}{hint}; there are {names(self.columns)}"
             )
         return cells
 
@@ -93,14 +93,17 @@ class Table:
     def unused_note(self, used: frozenset[str] | set[str]) -> tuple[str, ...]:
         """A note on the columns that nothing reads; ``used`` in lower case."""
         unused = [name for name in self.columns if name.lower() not in used]
-        return (f"Columns not used: {', '.join(unused)}.",) if unused else ()
+        return (f"Columns not used: {names(unused)}.",) if unused else ()
 
 
 def header_cells(text: str) -> list[str]:
     """The names in the first row of a CSV text that is neither blank nor a ``#`` comment; [] if there is none."""
     for line in io.StringIO(text):
         if line.strip() and not line.startswith("#"):
-            return [cell.strip() for cell in next(csv.reader([line], delimiter=_delimiter(line)), [])]
+            try:
+                return [cell.strip() for cell in next(csv.reader([line], delimiter=_delimiter(line)), [])]
+            except csv.Error:  # a lone carriage return, a cell that goes on for ever: no header
+                return []
     return []
 
 
@@ -121,11 +124,11 @@ def parse_csv(path: PathLike, text: str) -> Table:
         raise TraceError(path, None, "the file is empty: a header row and one row a request are needed")
     reader = csv.reader(chain([first], lines), delimiter=_delimiter(first), strict=True)
     records = _records(path, reader, skipped, one_a_line='"' not in text)
-    header_line, names = next(records)
-    header = [cell.strip() for cell in names]
+    header_line, cells = next(records)
+    header = [cell.strip() for cell in cells]
     twice = [name for name in header if [h.lower() for h in header].count(name.lower()) > 1]
     if twice:
-        raise TraceError(path, header_line, f"column {twice[0]!r} is there twice: keep one")
+        raise TraceError(path, header_line, f"column {brief(twice[0])} is there twice: keep one")
     columns, numbers, odd = _columns(records, len(header))
     bad = BadRows(path, numbers)
     for row, width in odd:
@@ -211,7 +214,7 @@ def parse_json_lines(path: PathLike, text: str, *, skip_lines: int = 0) -> Table
 def _json_object(line: str) -> tuple[dict[str, Any], str]:
     try:
         value = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also for a number of more than 4,300 digits
         return {}, f"not JSON ({error})"
     if not isinstance(value, dict):
         return {}, f"a JSON object is needed, this is {line.strip()[:40]!r}"
@@ -236,8 +239,8 @@ def json_values(path: PathLike, text: str) -> Iterator[tuple[int, Any]]:
             value, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
             raise TraceError(path, error.lineno, f"not JSON ({error.msg}, column {error.colno})") from None
-        except RecursionError:
-            raise TraceError(path, line, "not usable JSON: it is nested too deeply") from None
+        except (RecursionError, ValueError) as error:  # ValueError: a number of more than 4,300 digits
+            raise TraceError(path, line, f"not usable JSON ({error})") from None
         yield line, value
         position = _skip(text, position, ", \t\r\n" if array else " \t\r\n")
     if array and position >= len(text):

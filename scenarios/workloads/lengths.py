@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from windtunnel.scenarios.units import parse_count
 from windtunnel.scenarios.workloads.cells import MAX_TOKENS
-from windtunnel.scenarios.workloads.specs import build, check_not_negative, check_positive, check_whole, is_number
+from windtunnel.scenarios.workloads.specs import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    TOKENS,
+    Keys,
+    Range,
+    build,
+    check_parameters,
+    from_text,
+    is_number,
+)
 from windtunnel.sim.workload import IntArray
+
+_RATIO = Range(least=0, below=1)
+
+Mean = Annotated[float, POSITIVE, "Mean, before rounding and clipping to min and max."]
+Minimum = Annotated[int, TOKENS, "What is drawn below is raised to this."]
+Maximum = Annotated[int | None, TOKENS, "What is drawn above is lowered to this."]
 
 
 class Lengths(Protocol):
@@ -32,10 +49,10 @@ class Lengths(Protocol):
 class Fixed:
     """Always the same number of tokens."""
 
-    tokens: int
+    tokens: Annotated[int, TOKENS, "The number of tokens."]
 
     def __post_init__(self) -> None:
-        check_whole("tokens", self.tokens, 1)
+        check_parameters(self)
 
     def sample(self, rng: np.random.Generator, n: int) -> IntArray:  # noqa: ARG002 - one signature for all
         """``n`` times ``tokens``."""
@@ -50,8 +67,8 @@ class Uniform:
     high: int
 
     def __post_init__(self) -> None:
-        check_whole("low", self.low, 1)
-        check_whole("high", self.high, self.low)
+        TOKENS.check("low", self.low)
+        replace(TOKENS, least=self.low).check("high", self.high)
 
     @classmethod
     def around(cls, tokens: int, range_ratio: float) -> Uniform:
@@ -60,9 +77,8 @@ class Uniform:
         From floor(tokens·(1 - ratio)), at least 1, to ceil(tokens·(1 + ratio)).  Source: vLLM 0.32
         ``benchmarks/datasets``, without the tokenizer's special tokens that are taken off prompts there.
         """
-        check_whole("tokens", tokens, 1)
-        if not is_number(range_ratio) or not 0 <= range_ratio < 1:
-            raise ValueError(f"range_ratio must be at least 0 and below 1, got {range_ratio!r}")
+        TOKENS.check("tokens", tokens)
+        _RATIO.check("range_ratio", range_ratio)
         return cls(max(1, math.floor(tokens * (1 - range_ratio))), math.ceil(tokens * (1 + range_ratio)))
 
     def sample(self, rng: np.random.Generator, n: int) -> IntArray:
@@ -77,18 +93,17 @@ class Lognormal:
     Parameters of the logarithm: sigma² = ln(1 + (std/mean)²), mu = ln(mean) - sigma²/2.
     """
 
-    mean: float
-    sigma: float | None = None
-    minimum: int = 1
-    maximum: int | None = None
-    std: float | None = None
+    mean: Mean
+    sigma: Annotated[float | None, NOT_NEGATIVE, "Standard deviation of the logarithm; either this or std."] = None
+    minimum: Minimum = 1
+    maximum: Maximum = None
+    std: Annotated[float | None, NOT_NEGATIVE, "Standard deviation of the tokens; either this or sigma."] = None
 
     def __post_init__(self) -> None:
-        check_positive("mean", self.mean)
-        if (self.sigma is None) == (self.std is None):
-            raise ValueError(f"give either sigma or std, got sigma={self.sigma!r} and std={self.std!r}")
-        check_not_negative("sigma" if self.std is None else "std", self.sigma if self.std is None else self.std)
+        check_parameters(self)
         _check_bounds(self.minimum, self.maximum)
+        if (self.sigma is None) == (self.std is None):
+            raise ValueError(f"give either sigma or std, got {'neither' if self.std is None else 'both'}")
 
     def sample(self, rng: np.random.Generator, n: int) -> IntArray:
         """``n`` draws, rounded and clipped."""
@@ -101,12 +116,12 @@ class Lognormal:
 class Exponential:
     """Exponential with this mean, rounded to whole tokens."""
 
-    mean: float
-    minimum: int = 1
-    maximum: int | None = None
+    mean: Mean
+    minimum: Minimum = 1
+    maximum: Maximum = None
 
     def __post_init__(self) -> None:
-        check_positive("mean", self.mean)
+        check_parameters(self)
         _check_bounds(self.minimum, self.maximum)
 
     def sample(self, rng: np.random.Generator, n: int) -> IntArray:
@@ -118,13 +133,12 @@ class Exponential:
 class Geometric:
     """Geometric on 1, 2, 3, … with this mean: after every token it ends with the probability 1/mean."""
 
-    mean: float
-    minimum: int = 1
-    maximum: int | None = None
+    mean: Annotated[float, Range(least=1), "Mean, before clipping to min and max."]
+    minimum: Minimum = 1
+    maximum: Maximum = None
 
     def __post_init__(self) -> None:
-        if not is_number(self.mean) or not 1 <= self.mean < math.inf:
-            raise ValueError(f"mean must be a finite number of at least 1, got {self.mean!r}")
+        check_parameters(self)
         _check_bounds(self.minimum, self.maximum)
 
     def sample(self, rng: np.random.Generator, n: int) -> IntArray:
@@ -158,13 +172,11 @@ class Quantiles:
     @classmethod
     def of(cls, quantiles: Mapping[Any, float] | Sequence[Sequence[float]]) -> Quantiles:
         """From ``{"p50": 200, "p99": 4000, "1": 9000}`` (``p50`` is the share 0.5) or pairs ``[[0.5, 200], …]``."""
-        pairs = list(quantiles.items()) if isinstance(quantiles, Mapping) else [tuple(pair) for pair in quantiles]
-        points = []
-        for pair in pairs:
-            if len(pair) != 2 or not is_number(pair[1]):
-                raise ValueError(f"a quantile is a share and a number of tokens, got {pair!r}")
-            points.append((_share(pair[0]), float(pair[1])))
-        return cls(tuple(sorted(points)))
+        return cls(tuple(sorted(_points(_pairs(quantiles)))))
+
+    def keys_shown(self) -> list[tuple[str, float]]:
+        """The points as the keys ``p50``, ``p99``, …"""
+        return [(f"p{100 * share:.12g}", tokens) for share, tokens in self.points]
 
     def sample(self, rng: np.random.Generator, n: int) -> IntArray:
         """``n`` draws, rounded."""
@@ -177,7 +189,7 @@ class Quantiles:
 class Empirical:
     """Draws from these values, with replacement."""
 
-    values: tuple[int, ...] = field(repr=False)
+    values: Annotated[tuple[int, ...], "The lengths to draw from, each at least 1 token."] = field(repr=False)
     num_values: int = field(init=False)
     """How many they are."""
 
@@ -196,8 +208,16 @@ class Empirical:
 
 
 def _uniform(
-    low: int | None = None, high: int | None = None, tokens: int | None = None, range_ratio: float | None = None
+    low: Annotated[int | None, TOKENS, "The shortest; with high."] = None,
+    high: Annotated[int | None, TOKENS, "The longest; with low."] = None,
+    tokens: Annotated[int | None, TOKENS, "The middle, in place of low and high; with range_ratio."] = None,
+    range_ratio: Annotated[
+        float | None,
+        _RATIO,
+        "From tokens * (1 - range_ratio) to tokens * (1 + range_ratio), as --random-range-ratio of vllm bench serve.",
+    ] = None,
 ) -> Uniform:
+    """Every whole number in a range equally often."""
     if tokens is None and range_ratio is None and low is not None and high is not None:
         return Uniform(low, high)
     if low is None and high is None and tokens is not None and range_ratio is not None:
@@ -205,8 +225,47 @@ def _uniform(
     raise ValueError("uniform needs either low and high or tokens and range_ratio")
 
 
-def _quantiles(quantiles: Mapping[Any, float] | Sequence[Sequence[float]]) -> Quantiles:
-    return Quantiles.of(quantiles)
+def _quantiles(
+    quantiles: Annotated[
+        Mapping[Any, float] | Sequence[Sequence[float]] | None,
+        "The same as pairs [[0.5, 200], [0.99, 1500]] or as a table {p50 = 200, p99 = 1500}.",
+    ] = None,
+    minimum: Annotated[int | None, TOKENS, "The shortest length (p0); 1 where neither is given."] = None,
+    maximum: Annotated[
+        int | None,
+        TOKENS,
+        "The longest length (p100); where neither is given the line through the last two quantiles goes on to p100.",
+    ] = None,
+    **percentiles: Annotated[
+        float,
+        Range(least=1, most=MAX_TOKENS),
+        Keys(r"p\d+(\.\d+)?"),
+        'Tokens that so many percent of the requests do not exceed: p50 = 200, p99 = 1500, "p99.9" = 4000.',
+    ],
+) -> Quantiles:
+    """Known by its quantiles, with straight lines between them."""
+    points = _points([*_pairs(quantiles or ()), *percentiles.items()])
+    if not points:
+        raise ValueError("no quantile is given, write for example p50 = 200, p90 = 600, p99 = 1500")
+    for share, name, given in ((0.0, "min", minimum), (1.0, "max", maximum)):
+        if given is not None and share in dict(points):
+            raise ValueError(f"{name} and the quantile {share:g} say the same thing twice: leave one out")
+        if given is not None:
+            points.append((share, float(given)))
+    points.sort()
+    if points[0][0] > 0:
+        points.insert(0, (0.0, 1.0))
+    if points[-1][0] < 1:
+        points.append((1.0, _continued(points)))
+    return Quantiles(tuple(points))
+
+
+def _continued(points: Sequence[tuple[float, float]]) -> float:
+    """Where the line through the last two points reaches the share 1, in whole tokens."""
+    (share, tokens), (last_share, last_tokens) = points[-2:]
+    if last_share <= share:  # Quantiles says what is wrong with these
+        return last_tokens
+    return float(round(last_tokens + (last_tokens - tokens) / (last_share - share) * (1 - last_share)))
 
 
 LENGTH_KINDS: dict[str, Callable[..., Lengths]] = {
@@ -220,16 +279,18 @@ LENGTH_KINDS: dict[str, Callable[..., Lengths]] = {
 }
 
 
-def lengths_from(spec: Lengths | int | Mapping[str, Any], what: str = "lengths") -> Lengths:
-    """A distribution of token counts from its plain description: a number (fixed) or a dict.
+def lengths_from(spec: Lengths | int | str | Mapping[str, Any], what: str = "lengths") -> Lengths:
+    """A distribution of token counts from its plain description: a number (fixed), a dict, or text.
 
     ``{"dist": "fixed", "tokens"}``, ``{"dist": "uniform", "low", "high"}`` or ``{…, "tokens", "range_ratio"}``,
     ``{"dist": "lognormal", "mean", "sigma" or "std", "min", "max"}``, ``{"dist": "exponential" or "geometric", "mean",
-    "min", "max"}``, ``{"dist": "quantiles", "quantiles": {"p50": 200, "p99": 4000, "1": 9000}}``,
-    ``{"dist": "empirical", "values": […]}``.  A distribution is returned as it is.
+    "min", "max"}``, ``{"dist": "quantiles", "p50": 200, "p99": 4000, "max": 9000}`` or ``{…, "quantiles": [[0.5, 200],
+    …]}``, ``{"dist": "empirical", "values": […]}``.  A distribution is returned as it is.
 
     Raises ValueError that begins with ``what``.
     """
+    if isinstance(spec, str):
+        spec = from_text(spec, parse_count, "dist", what)
     if isinstance(spec, Mapping):
         return build(spec, LENGTH_KINDS, tag="dist", what=what)
     if isinstance(spec, int) and not isinstance(spec, bool):
@@ -239,10 +300,9 @@ def lengths_from(spec: Lengths | int | Mapping[str, Any], what: str = "lengths")
     return spec  # type: ignore[return-value]
 
 
-def _check_bounds(minimum: Any, maximum: Any) -> None:
-    check_whole("min", minimum, 1)
+def _check_bounds(minimum: int, maximum: int | None) -> None:
     if maximum is not None:
-        check_whole("max", maximum, minimum)
+        replace(TOKENS, least=minimum).check("max", maximum)
 
 
 def _clipped(values: npt.NDArray[Any], minimum: int, maximum: int | None) -> IntArray:
@@ -250,12 +310,33 @@ def _clipped(values: npt.NDArray[Any], minimum: int, maximum: int | None) -> Int
     return np.asarray(clipped, np.int64)
 
 
+def _pairs(quantiles: Mapping[Any, float] | Sequence[Sequence[float]]) -> list[tuple[Any, ...]]:
+    if isinstance(quantiles, Mapping):
+        return list(quantiles.items())
+    try:
+        return [tuple(pair) for pair in quantiles]
+    except TypeError:
+        raise ValueError(f"quantiles must be pairs of a share and a number, got {quantiles!r:.80}") from None
+
+
+def _points(pairs: Sequence[tuple[Any, ...]]) -> list[tuple[float, float]]:
+    points = []
+    for pair in pairs:
+        if len(pair) != 2 or not is_number(pair[1]):
+            raise ValueError(f"a quantile is a share and a number of tokens, got {pair!r}")
+        points.append((_share(pair[0]), float(pair[1])))
+    return points
+
+
 def _share(value: Any) -> float:
     text = str(value)
     try:
-        return float(text[1:]) / 100 if text.startswith("p") else float(text)
+        share = float(f"{text[1:]}e-2" if text.startswith("p") else text)
     except ValueError:
-        raise ValueError(f"a quantile's share is a number from 0 to 1 or a name such as p99, got {value!r}") from None
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise ValueError(f"a quantile's share is a number from 0 to 1 or a name from p0 to p100, got {value!r}")
+    return share
 
 
 def _shares(points: Sequence[tuple[float, float]]) -> str:

@@ -88,15 +88,20 @@ def _chunk_tokens(
             chunk = next((usual for usual in _USUAL_CHUNK_TOKENS if low <= usual <= high), low)
             between = f"every size from {low:,} to {high:,} would" if low < high else "no other size would"
             return chunk, (
-                f"Hashed blocks taken as {chunk:,} tokens: {which} ({between} fit); pass chunk_tokens to override.",
+                f"Hashed blocks taken as {chunk:,} tokens: {which} ({between} fit); chunk_tokens (--chunk-tokens) "
+                "overrides that.",
             )
     fits, chunk = max((float((-(-lengths // usual) == num_ids).mean()), usual) for usual in _USUAL_CHUNK_TOKENS)
     if fits < _MOST_ROWS:
         raise TraceError(
-            path, None, "no block size gives every prompt as many blocks as it has hash_ids: pass chunk_tokens yourself"
+            path,
+            None,
+            "no block size gives every prompt as many blocks as it has hash_ids: give it with chunk_tokens "
+            "(--chunk-tokens)",
         )
     return chunk, (
-        f"Hashed blocks taken as {chunk:,} tokens, which fits {fits:.1%} of the rows; pass chunk_tokens to override.",
+        f"Hashed blocks taken as {chunk:,} tokens, which fits {fits:.1%} of the rows; chunk_tokens (--chunk-tokens) "
+        "overrides that.",
     )
 
 

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from windtunnel.scenarios.workloads.cells import TimeArray, integers, times, token_counts
-from windtunnel.scenarios.workloads.errors import BadRows, OnBadRow, TraceError
+from windtunnel.scenarios.workloads.errors import BadRows, OnBadRow, TraceError, brief, names
 from windtunnel.scenarios.workloads.files import PathLike, Table, parse_csv, parse_json_lines, read_text
 from windtunnel.scenarios.workloads.rows import FOLLOWS_BAD, Content, TraceRows, line_labels, pick
 from windtunnel.scenarios.workloads.timeunit import UNIT_NS, TimeUnit, to_ns
@@ -109,8 +109,8 @@ def _table(path: PathLike, text: str) -> tuple[Preamble | None, Table]:
     if first.startswith("{") and f'"{JSON_MARK}"' in first:
         try:
             inner = json.dumps(json.loads(first)[JSON_MARK])
-        except (json.JSONDecodeError, KeyError) as error:
-            raise TraceError(path, 1, f"the first line is damaged ({error!r})") from None
+        except (ValueError, KeyError, RecursionError) as error:
+            raise TraceError(path, 1, f"the first line is damaged ({brief(error)})") from None
         return _preamble(path, inner), parse_json_lines(path, text, skip_lines=1)
     if first.startswith("{"):
         return None, parse_json_lines(path, text)
@@ -122,30 +122,41 @@ def _preamble(path: PathLike, text: str) -> Preamble:
         values = json.loads(text)
         version = values["version"]
         result = Preamble(
-            str(values["source"]), tuple(values["notes"]), values["max_concurrency"], int(values["num_streams"])
+            str(values["source"]),
+            tuple(str(note) for note in values["notes"]),
+            None if values["max_concurrency"] is None else _whole(values["max_concurrency"], 1),
+            _whole(values["num_streams"], 0),
         )
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise TraceError(
-            path, 1, f"the first line is damaged ({error!r}): delete it, or write the file again"
+            path, 1, f"the first line is damaged ({brief(error)}): delete it, or write the file again"
         ) from None
     if version != VERSION:
-        raise TraceError(path, 1, f"the file has version {version!r} of the format, this program reads {VERSION}")
+        raise TraceError(path, 1, f"the file has version {brief(version)} of the format, this program reads {VERSION}")
     return result
 
 
+def _whole(value: Any, least: int) -> int:
+    if type(value) is not int or not least <= value < _MAX:
+        raise ValueError(f"{brief(value)} is no whole number of at least {least}")
+    return value
+
+
 def _check_columns(table: Table) -> None:
-    names = {name.lower() for name in table.columns}
+    given = {name.lower() for name in table.columns}
     for name in table.columns:
         near = get_close_matches(name.lower(), sorted(COLUMNS), 1, cutoff=0.8)
-        if name.lower() not in COLUMNS and near and near[0] not in names:
-            raise TraceError(table.path, table.header_line, f"there is no column {name!r}: do you mean {near[0]!r}?")
+        if name.lower() not in COLUMNS and near and near[0] not in given:
+            raise TraceError(
+                table.path, table.header_line, f"there is no column {brief(name)}: do you mean {near[0]!r}?"
+            )
     for exclusive in (tuple(ARRIVALS), tuple(THINKS), ("session_id", "previous"), ("session_id", "content")):
-        both = [name for name in exclusive if name in names]
+        both = [name for name in exclusive if name in given]
         if len(both) > 1:
             raise TraceError(table.path, table.header_line, f"{' and '.join(both)} exclude each other: keep one")
-    if "prefix_group" in names and "content" in names:
+    if "prefix_group" in given and "content" in given:
         raise TraceError(table.path, table.header_line, "prefix_group and content exclude each other: keep one")
-    if ("prefix_group" in names) != ("prefix_tokens" in names):
+    if ("prefix_group" in given) != ("prefix_tokens" in given):
         raise TraceError(table.path, table.header_line, "prefix_group and prefix_tokens belong together: give both")
 
 
@@ -164,7 +175,7 @@ def _rows(table: Table, on_bad_row: OnBadRow) -> tuple[TraceRows, IntArray, tupl
     content, num_streams = _content(table, prompt, output)
     _spread(previous, bad)
     keep, note = bad.settle(on_bad_row)
-    names = table.find("request_id")
+    labels = table.find("request_id")
     rows = TraceRows(
         table.path,
         "windtunnel",
@@ -179,7 +190,7 @@ def _rows(table: Table, on_bad_row: OnBadRow) -> tuple[TraceRows, IntArray, tupl
         think_ns=think_ns,
         content=content,
         num_streams=num_streams,
-        labels=None if names is None else tuple("" if name is None else str(name) for name in names),
+        labels=None if labels is None else tuple("" if label is None else str(label) for label in labels),
     )
     return rows, np.flatnonzero(keep), note
 
@@ -217,7 +228,7 @@ def _arrivals(table: Table) -> tuple[str, TimeUnit, list[Any]]:
     raise TraceError(
         table.path,
         table.header_line,
-        f"there is no column arrival_s, arrival_ms or arrival_ns; there are {', '.join(table.columns)}",
+        f"there is no column arrival_s, arrival_ms or arrival_ns; there are {names(table.columns)}",
     )
 
 
@@ -322,15 +333,18 @@ def _checked_segments(row: int, cell: Any, bad: BadRows) -> tuple[Segment, ...]:
     try:
         return _segments(cell)
     except (ValueError, TypeError):
-        bad.add(row, f"content is {cell!r:.60}, not pairs such as 0:512 3:1024")
+        bad.add(row, f"content is {brief(cell)}, not pairs with rising ends such as 0:512 3:1024")
         return ()
 
 
 def _segments(cell: Any) -> tuple[Segment, ...]:
     pairs = [pair.split(":") for pair in cell.split()] if isinstance(cell, str) else cell or ()
+    if not all(type(number) in (int, str) for pair in pairs for number in pair):
+        raise TypeError("not whole numbers")
     segments = tuple((int(stream), int(end)) for stream, end in pairs)
-    if any(stream < 0 or end < 0 for stream, end in segments):
-        raise ValueError("negative")
+    ends = [end for _, end in segments]
+    if not all(0 <= number < _MAX for segment in segments for number in segment) or ends != sorted(ends):
+        raise ValueError("out of range")
     return segments
 
 

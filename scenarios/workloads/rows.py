@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from windtunnel.scenarios.workloads.cells import TimeArray
-from windtunnel.scenarios.workloads.errors import BadRows, BoolArray, OnBadRow, TraceError
+from windtunnel.scenarios.workloads.errors import BadRows, BoolArray, OnBadRow, TraceError, printable
 from windtunnel.scenarios.workloads.files import PathLike
 from windtunnel.scenarios.workloads.timeunit import TimeUnit, detect_time_unit, to_ns, unit_name
 from windtunnel.sim.workload import IntArray, Segment, Workload
@@ -89,7 +89,7 @@ def _due_ns(rows: TraceRows, time_unit: TimeUnit | None) -> tuple[IntArray, tupl
     if rows.unit is not None and time_unit not in (None, rows.unit):
         raise ValueError(
             f"time_unit is {time_unit!r}, but the times of {Path(rows.path).name} ({rows.format}) say themselves that "
-            f"they are in {unit_name(rows.unit)}: leave time_unit out"
+            f"they are in {unit_name(rows.unit)}: leave time_unit (--time-unit) out"
         )
     unit, note = rows.unit, ""
     if unit is None and time_unit is not None:
@@ -100,7 +100,7 @@ def _due_ns(rows: TraceRows, time_unit: TimeUnit | None) -> tuple[IntArray, tupl
         return to_ns(rows.times, unit), (note,) if note else ()
     except OverflowError as error:
         line = int(rows.lines[int(np.abs(rows.times).argmax())])
-        raise TraceError(rows.path, line, f"{error}: pass the right time_unit") from None
+        raise TraceError(rows.path, line, f"{error}: give the right time_unit (--time-unit)") from None
 
 
 def _forward_rows(
@@ -167,11 +167,19 @@ def _sorted_workload(rows: TraceRows, due_ns: IntArray, notes: tuple[str, ...]) 
         think_ns=(zeros if rows.think_ns is None else rows.think_ns)[order],
         content=None if rows.content is None else tuple(rows.content[i] for i in order.tolist()),
         num_streams=rows.num_streams,
-        labels=None if rows.labels is None else tuple(rows.labels[i] for i in order.tolist()),
+        labels=None if rows.labels is None else _all_printable(tuple(rows.labels[i] for i in order.tolist())),
         max_concurrency=rows.max_concurrency,
-        source=f"{Path(rows.path).name} ({rows.format})" if rows.source is None else rows.source,
-        notes=(*rows.notes, *notes, *note),
+        source=printable(f"{Path(rows.path).name} ({rows.format})" if rows.source is None else rows.source),
+        notes=_all_printable((*rows.notes, *notes, *note)),
     )
+
+
+def _all_printable(texts: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return tuple(map(printable, texts))
+    return texts
 
 
 def _order_note(rows: TraceRows, due_ns: IntArray, follows: BoolArray) -> str:

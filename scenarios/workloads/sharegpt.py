@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from windtunnel.scenarios.workloads.cells import MAX_TOKENS, number_of
-from windtunnel.scenarios.workloads.errors import BadRows, OnBadRow, TraceError
+from windtunnel.scenarios.workloads.errors import BadRows, OnBadRow, TraceError, brief
 from windtunnel.scenarios.workloads.files import PathLike, json_values, read_text
 from windtunnel.scenarios.workloads.rows import TraceRows
 from windtunnel.sim.workload import Segment
@@ -160,7 +160,7 @@ def _spoken(conversation: Any) -> list[_Turn]:
 def _out_of_turn(speaker: str) -> str:
     if speaker in _MODEL:
         return "the model speaks before the human"
-    return f"speaker is {speaker!r}, must be one of {', '.join((*_HUMAN, *_MODEL, 'system'))}"
+    return f"speaker is {brief(speaker)}, must be one of {', '.join((*_HUMAN, *_MODEL, 'system'))}"
 
 
 def _count(entry: Mapping[str, Any], keys: tuple[str, ...]) -> int:
@@ -171,7 +171,7 @@ def _count(entry: Mapping[str, Any], keys: tuple[str, ...]) -> int:
         raise ValueError(f"there is none of {', '.join(keys)}")
     number, problem = number_of(entry[key])
     if not problem and not (number == int(number) and 1 <= number <= MAX_TOKENS):
-        problem = f"is {entry[key]!r}, must be a whole number of at least 1"
+        problem = f"is {brief(entry[key])}, must be a whole number of at least 1"
     if problem:
         raise ValueError(f"{key} {problem}")
     return int(number)

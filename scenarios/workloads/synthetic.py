@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -13,7 +13,17 @@ from windtunnel.scenarios.workloads.durations import Durations, durations_from
 from windtunnel.scenarios.workloads.errors import BoolArray
 from windtunnel.scenarios.workloads.lengths import Lengths, lengths_from
 from windtunnel.scenarios.workloads.rows import Content
-from windtunnel.scenarios.workloads.specs import build, check_not_negative, check_positive, check_whole, shown
+from windtunnel.scenarios.workloads.specs import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    TOKENS,
+    Nested,
+    build_one,
+    check_parameters,
+    shown,
+)
 from windtunnel.sim.rng import stream
 from windtunnel.sim.workload import IntArray, Segment, Workload, workload
 
@@ -25,24 +35,21 @@ class Prefixes:
     The prefix comes before the prompt that is drawn, as ``--random-prefix-len`` does.
     """
 
-    num_prefixes: int
-    prefix_tokens: Lengths | int | Mapping[str, Any]
-    """Length of each group's prefix, drawn once a group."""
-    popularity: Literal["uniform", "zipf"] = "uniform"
-    """How often the groups are met: all alike, or the k-th with a weight of 1/k**exponent."""
-    exponent: float = 1.0
-    share: float = 1.0
-    """Share of the requests (or conversations) that have a prefix, in [0, 1]."""
+    num_prefixes: Annotated[int, COUNT, "How many groups there are."]
+    prefix_tokens: Annotated[
+        Lengths | int | str | Mapping[str, Any],
+        Nested("lengths"),
+        "Length of a group's prefix in tokens, drawn once a group; it comes before the prompt that input draws.",
+    ]
+    popularity: Annotated[
+        Literal["uniform", "zipf"], "How often the groups are met: all alike, or the k-th by a weight of 1/k^exponent."
+    ] = "uniform"
+    exponent: Annotated[float, POSITIVE, "That of zipf: the larger, the more go to the first groups."] = 1.0
+    share: Annotated[float, SHARE, "Share of the requests (or conversations) that have a prefix."] = 1.0
 
     def __post_init__(self) -> None:
-        check_whole("num_prefixes", self.num_prefixes, 1)
+        check_parameters(self)
         lengths_from(self.prefix_tokens, "prefix_tokens")
-        if self.popularity not in ("uniform", "zipf"):
-            raise ValueError(f'popularity must be "uniform" or "zipf", got {self.popularity!r}')
-        check_positive("exponent", self.exponent)
-        check_not_negative("share", self.share)
-        if self.share > 1:
-            raise ValueError(f"share must be at most 1, got {self.share}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +60,38 @@ class Sessions:
     ``output`` of the workload are what one turn adds; a common system prompt is ``Prefixes(1, tokens)``.
     """
 
-    turns: Lengths | int | Mapping[str, Any]
-    """Turns of a conversation."""
-    think: Durations | float | Mapping[str, Any] = 0.0
-    """Pause between an answer and the next turn, in seconds."""
-    num_sessions: int | None = None
-    """How many conversations; None: as many as give ``num_requests`` turns, the last one cut short."""
-    max_context_tokens: int | None = None
-    """A conversation ends before the turn whose prompt and answer would exceed this (the model's context)."""
+    turns: Annotated[Lengths | int | str | Mapping[str, Any], Nested("lengths"), "Turns of a conversation."]
+    think: Annotated[
+        Durations | float | str | Mapping[str, Any],
+        Nested("durations"),
+        "Pause between an answer and the next turn, in seconds.",
+    ] = 0.0
+    num_sessions: Annotated[
+        int | None,
+        COUNT,
+        "How many conversations, in place of num_requests; without it as many as give num_requests turns, the last "
+        "one cut short.",
+    ] = None
+    max_context_tokens: Annotated[
+        int | None,
+        TOKENS,
+        "A conversation ends before the turn whose prompt and answer would exceed this (the model's context).",
+    ] = None
 
     def __post_init__(self) -> None:
+        check_parameters(self)
         lengths_from(self.turns, "turns")
         durations_from(self.think, "think")
-        if self.num_sessions is not None:
-            check_whole("num_sessions", self.num_sessions, 1)
-        if self.max_context_tokens is not None:
-            check_whole("max_context_tokens", self.max_context_tokens, 1)
 
 
 def prefixes_from(spec: Mapping[str, Any], what: str = "prefixes") -> Prefixes:
     """Prefixes from a dict with its fields as keys.  Raises ValueError that begins with ``what``."""
-    return build({"kind": "prefixes", **spec}, {"prefixes": Prefixes}, tag="kind", what=what)
+    return build_one(spec, Prefixes, what)
 
 
 def sessions_from(spec: Mapping[str, Any], what: str = "sessions") -> Sessions:
     """Sessions from a dict with its fields as keys.  Raises ValueError that begins with ``what``."""
-    return build({"kind": "sessions", **spec}, {"sessions": Sessions}, tag="kind", what=what)
+    return build_one(spec, Sessions, what)
 
 
 def synthetic_workload(
@@ -112,7 +125,7 @@ def synthetic_workload(
         seed,
     )
     if max_tokens is not None:
-        check_whole("max_tokens", max_tokens, 1)
+        TOKENS.check("max_tokens", max_tokens)
     talks = sessions_from(sessions) if isinstance(sessions, Mapping) else sessions
     turns = _independent(spec, num_requests) if talks is None else _conversations(spec, talks, num_requests)
     first = turns.previous < 0
@@ -160,7 +173,7 @@ class _Turns:
 
 
 def _independent(spec: _Spec, num_requests: int | None) -> _Turns:
-    check_whole("num_requests", num_requests, 1)
+    COUNT.check("num_requests", num_requests)
     assert num_requests is not None
     prompt = spec.prompt.sample(spec.rng("prompt"), num_requests)
     output, cut = _outputs(spec, spec.rng("output"), num_requests)
@@ -210,11 +223,10 @@ def _groups(spec: _Spec, prefixes: Prefixes, rng: np.random.Generator, n: int) -
 
 def _conversations(spec: _Spec, sessions: Sessions, num_requests: int | None) -> _Turns:
     if (num_requests is None) == (sessions.num_sessions is None):
-        raise ValueError(
-            f"give either num_requests or num_sessions, got {num_requests!r} and {sessions.num_sessions!r}"
-        )
+        got = "neither" if num_requests is None else f"both ({num_requests:,} and {sessions.num_sessions:,})"
+        raise ValueError(f"give either num_requests or num_sessions, got {got}")
     if num_requests is not None:
-        check_whole("num_requests", num_requests, 1)
+        COUNT.check("num_requests", num_requests)
     draws = _Draws(spec, sessions)
     batches: list[_Batch] = []
     missing = num_requests
@@ -341,7 +353,7 @@ def _priorities(spec: _Spec, priorities: Mapping[int, float] | None, n: int) -> 
     if not priorities:
         return np.zeros(n, np.int64)
     for priority, weight in priorities.items():
-        check_not_negative(f"weight of priority {priority}", weight)
+        NOT_NEGATIVE.check(f"weight of priority {priority}", weight)
     levels, weights = np.array(list(priorities), np.int64), np.array(list(priorities.values()), np.float64)
     if not weights.sum() > 0:
         raise ValueError(f"the weights of priorities must not all be 0, got {dict(priorities)}")
@@ -351,7 +363,7 @@ def _priorities(spec: _Spec, priorities: Mapping[int, float] | None, n: int) -> 
 
 
 def _notes(spec: _Spec, sessions: Sessions | None, seed: int) -> tuple[str, ...]:
-    parts = [f"arrivals {shown(spec.arrivals)}", f"prompt {shown(spec.prompt)}", f"output {shown(spec.output)}"]
+    parts = [f"arrival {shown(spec.arrivals)}", f"input {shown(spec.prompt)}", f"output {shown(spec.output)}"]
     if spec.prefixes is not None:
         parts.append(shown(spec.prefixes))
     if sessions is not None:

@@ -43,7 +43,7 @@ def detect_time_unit(times: TimeArray, usual: TimeUnit | None = None) -> tuple[T
     rates = " and ".join(f"{_rate(len(times), span, u)} in {_NAMES[u]}" for u in ("s", "ms"))
     return unit, (
         f"Times read as {_NAMES[unit]}, judged by their span: {len(times):,} requests over {span:,.10g} units would be "
-        f"{rates}; pass time_unit to override."
+        f"{rates}; time_unit (--time-unit) overrides that."
     )
 
 

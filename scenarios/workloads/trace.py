@@ -15,8 +15,8 @@ from windtunnel.sim.workload import Workload
 
 _OPTION_OF: dict[str, TraceFormat] = {
     "chunk_tokens": "mooncake",
-    "model": "burstgpt",
-    "run": "vllm-bench",
+    "trace_model": "burstgpt",
+    "trace_run": "vllm-bench",
     "all_turns": "sharegpt",
 }
 
@@ -33,8 +33,8 @@ def read_trace(
     on_bad_row: OnBadRow = "error",
     max_backwards_s: float | None = None,
     chunk_tokens: int | None = None,
-    model: str | None = None,
-    run: int | None = None,
+    trace_model: str | None = None,
+    trace_run: int | None = None,
     all_turns: bool | None = None,
 ) -> Workload:
     """The requests of a trace file, as they came; the Workload's notes say all that reading it decided.
@@ -49,15 +49,21 @@ def read_trace(
     A row that cannot be used raises TraceError with its line; ``on_bad_row="skip"`` leaves such rows out and notes how
     many, where and why.  With ``max_backwards_s`` a time that steps back further than that is such a row.
 
-    For one format each: ``chunk_tokens`` (mooncake: size of hashed blocks), ``model`` (burstgpt: only requests of this
-    one), ``run`` (vllm-bench: which result of a file, from 0), ``all_turns`` (sharegpt: whole conversations).
+    For one format each: ``chunk_tokens`` (mooncake: size of hashed blocks), ``trace_model`` (burstgpt: only requests
+    of this model), ``trace_run`` (vllm-bench: which result of a file, from 0), ``all_turns`` (sharegpt: whole
+    conversations).
 
     Raises OSError as ``open`` does; TraceError for a file that is no such trace, a bad row, or nothing left to
     simulate; ValueError for an argument out of range or one that the format does not have.
     """
     _check(format, time_unit, on_bad_row, max_backwards_s)
     kind = detect_format(path) if format == "auto" else format
-    options = {"chunk_tokens": chunk_tokens, "model": model, "run": run, "all_turns": all_turns}
+    options = {
+        "chunk_tokens": chunk_tokens,
+        "trace_model": trace_model,
+        "trace_run": trace_run,
+        "all_turns": all_turns,
+    }
     rows = _read(path, kind, on_bad_row, {name: value for name, value in options.items() if value is not None})
     whole = to_workload(
         rows,
@@ -71,10 +77,15 @@ def read_trace(
         raise TraceError(
             path,
             None,
-            f"no request comes in the window asked for (start_s={start_s}, duration_s={duration_s}): the trace has "
+            f"no request comes in the window asked for ({_window_words(start_s, duration_s)}): the trace has "
             f"{len(whole):,} requests from 0 to {last_s:,.3f} s",
         )
     return scale_rate(truncate(window, limit), rate_scale)
+
+
+def _window_words(start_s: float | None, duration_s: float | None) -> str:
+    until = "to the end" if duration_s is None else f"for {duration_s:,g} s"
+    return f"from {start_s or 0:,g} s {until}"
 
 
 def _check(kind: str, time_unit: str, on_bad_row: str, max_backwards_s: float | None) -> None:

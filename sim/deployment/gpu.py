@@ -79,12 +79,19 @@ def load_gpu(name: str) -> GpuSpec:
         return known[wanted]
     near = difflib.get_close_matches(wanted, known, n=6, cutoff=0.4)
     names = list(dict.fromkeys(known[match].name for match in near))[:3] or bundled_gpus()
-    raise ValueError(f"unknown GPU {name!r}; nearest: {', '.join(names)} (bundled_gpus() lists all)")
+    raise ValueError(f"unknown GPU {name!r}; nearest: {', '.join(names)} (windtunnel gpus lists all)")
 
 
 def bundled_gpus() -> list[str]:
     """Names of the cards in the table."""
     return [gpu.name for gpu in _GPUS]
+
+
+def siblings(name: str) -> list[str]:
+    """Names of the other cards that a name as short as ``a100`` could mean as well; none for one that says more."""
+    chosen, start = load_gpu(name), _squeeze(name)
+    others = (gpu for gpu in _GPUS if gpu is not chosen)
+    return [gpu.name for gpu in others if any(_squeeze(alias).startswith(start) for alias in (gpu.name, *gpu.aliases))]
 
 
 @cache

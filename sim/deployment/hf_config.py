@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from windtunnel.sim.deployment.model_spec import DTYPE_BYTES, ModelSpec, UnsupportedModel, check_whole
+from windtunnel.sim.deployment.config_reader import ConfigReader
+from windtunnel.sim.deployment.model_spec import DTYPE_BYTES, ModelSpec, UnsupportedModel
 from windtunnel.sim.deployment.quantization import weight_format
 
 
@@ -21,7 +22,7 @@ def model_from_config(config: Mapping[str, Any], name: str, *, dtype: str = "aut
     text = _text_config(config, name)
     _refuse_unmodelled_attention(text, name)
     traits = _traits(text, name)
-    read = _Reader(text, name)
+    read = ConfigReader(text, name)
     heads = read.whole("num_attention_heads")
     hidden = read.whole("hidden_size")
     head_dim = read.whole("head_dim", default=hidden // heads)
@@ -30,7 +31,7 @@ def model_from_config(config: Mapping[str, Any], name: str, *, dtype: str = "aut
     return ModelSpec(
         name=name,
         architecture=traits.architecture,
-        num_layers=read.whole("num_hidden_layers"),
+        num_layers=read.whole("num_hidden_layers", most=_MOST_LAYERS),
         hidden_size=hidden,
         intermediate_size=0 if experts.every_layer else read.whole(traits.intermediate_key),
         num_attention_heads=heads,
@@ -49,7 +50,7 @@ def model_from_config(config: Mapping[str, Any], name: str, *, dtype: str = "aut
         gated_mlp=not traits.opt,
         norm_bias=traits.opt,
         num_learned_positions=positions + _OPT_POSITION_OFFSET if traits.opt else 0,
-        rotary_dim=0 if traits.opt else int(head_dim * float(text.get("partial_rotary_factor", 1.0))),
+        rotary_dim=0 if traits.opt else int(head_dim * read.number("partial_rotary_factor", 1.0)),
         num_experts=experts.num_experts,
         num_experts_per_tok=experts.per_token,
         moe_intermediate_size=experts.width,
@@ -74,7 +75,7 @@ class _Traits(NamedTuple):
         return "ffn_dim" if self.opt else "intermediate_size"
 
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     traits.architecture: traits
     for traits in (
         _Traits("LlamaForCausalLM"),
@@ -103,6 +104,7 @@ _MODEL_TYPES = {
     "opt": "OPTForCausalLM",
 }
 
+_MOST_LAYERS = 100_000
 _OPT_POSITION_OFFSET = 2
 """OPT's position table begins two rows late."""
 
@@ -138,14 +140,14 @@ _INHERITED_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_
 
 
 def _traits(config: Mapping[str, Any], name: str) -> _Traits:
-    named = config.get("architectures") or []
+    named = ConfigReader(config, name).listed("architectures")
     architecture = str(named[0]) if named else _MODEL_TYPES.get(str(config.get("model_type", "")).removesuffix("_text"))
-    if architecture in _ARCHITECTURES:
-        return _ARCHITECTURES[architecture]
+    if architecture in ARCHITECTURES:
+        return ARCHITECTURES[architecture]
     what = architecture or config.get("model_type") or "none named"
     raise UnsupportedModel(
         f"{name}: architecture {what} is not modelled; its weights and KV cache would be guesses.  "
-        f"Modelled: {', '.join(_ARCHITECTURES)}"
+        f"Modelled: {', '.join(ARCHITECTURES)}"
     )
 
 
@@ -153,33 +155,18 @@ def _refuse_unmodelled_attention(config: Mapping[str, Any], name: str) -> None:
     for key, what in _UNMODELLED_KEYS.items():
         if config.get(key):
             raise UnsupportedModel(f"{name}: not modelled yet: {what} ({key} = {config[key]})")
-    window: Any = config.get("sliding_window")
+    read = ConfigReader(config, name)
+    window = read.number("sliding_window", 0)
     effective = window and config.get("use_sliding_window", True)
-    if effective and int(window) < int(config.get("max_position_embeddings", 0)):
-        raise UnsupportedModel(f"{name}: sliding-window attention (sliding_window = {window}) is not modelled yet")
-    for kind in config.get("layer_types") or ():
+    if effective and window < read.whole("max_position_embeddings"):
+        raise UnsupportedModel(f"{name}: sliding-window attention (sliding_window = {window:g}) is not modelled yet")
+    for kind in read.listed("layer_types"):
         if kind != "full_attention":
             raise UnsupportedModel(f"{name}: layers of type {kind} are not modelled yet, only full_attention")
     if config.get("word_embed_proj_dim", config.get("hidden_size")) != config.get("hidden_size"):
         raise UnsupportedModel(f"{name}: embeddings narrower than hidden_size (word_embed_proj_dim) are not modelled")
     if config.get("model_type") == "opt" and not config.get("do_layer_norm_before", True):
         raise UnsupportedModel(f"{name}: OPT with norms after the blocks is not modelled")
-
-
-class _Reader:
-    """Takes whole numbers out of a config and says which one is missing or wrong."""
-
-    def __init__(self, config: Mapping[str, Any], name: str) -> None:
-        self.config = config
-        self.name = name
-
-    def whole(self, key: str, *, default: int | None = None, least: int = 1) -> int:
-        value = self.config.get(key)
-        if value is None:
-            if default is None:
-                raise ValueError(f"{self.name}: the config lacks {key}")
-            return default
-        return check_whole(self.name, key, value, least)
 
 
 class _Experts(NamedTuple):
@@ -191,12 +178,12 @@ class _Experts(NamedTuple):
     every_layer: bool = False
 
 
-def _experts(read: _Reader, traits: _Traits) -> _Experts:
+def _experts(read: ConfigReader, traits: _Traits) -> _Experts:
     if not traits.moe:
         return _Experts()
-    config, layers = read.config, read.whole("num_hidden_layers")
+    config, layers = read.config, read.whole("num_hidden_layers", most=_MOST_LAYERS)
     every = read.whole("decoder_sparse_step", default=1)
-    dense = set(config.get("mlp_only_layers") or ())
+    dense = read.listed("mlp_only_layers")
     sparse_layers = sum(1 for layer in range(layers) if layer not in dense and (layer + 1) % every == 0)
     num_experts = read.whole("num_local_experts" if "num_local_experts" in config else "num_experts")
     return _Experts(
@@ -218,13 +205,13 @@ def _dtype(config: Mapping[str, Any], name: str) -> str:
 
 def _default_max_model_len(config: Mapping[str, Any], positions: int, name: str) -> int:
     """vLLM's default context: YaRN counts from the original length, plain factors from the stated one."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    factor = scaling.get("factor")
-    if factor is None or kind in _FACTOR_NOT_APPLIED:
+    read = ConfigReader(config, name)
+    scaling = ConfigReader(read.table("rope_scaling") or read.table("rope_parameters"), f"{name}, rope scaling")
+    kind = scaling.config.get("rope_type") or scaling.config.get("type") or "default"
+    if scaling.config.get("factor") is None or kind in _FACTOR_NOT_APPLIED:
         return positions
-    base = scaling.get("original_max_position_embeddings", positions) if kind == "yarn" else positions
-    stretched = int(base * float(factor))
-    if stretched < 1:
-        raise ValueError(f"{name}: rope scaling factor must be positive, got {factor!r}")
-    return stretched
+    base = scaling.whole("original_max_position_embeddings", default=positions) if kind == "yarn" else positions
+    factor = scaling.number("factor", 1.0)
+    if not base * factor >= 1:
+        raise ValueError(f"{name}: rope scaling factor must be positive, got {factor:g}")
+    return int(base * factor)

@@ -202,8 +202,9 @@ def _starts(pool: KvPool, max_model_len: int) -> bool:
 
 
 def _infeasible(plan: _Plan, pool: KvPool) -> InfeasibleDeployment:
-    largest = max(pool.num_gpu_blocks - 1, 0) * pool.block_size
-    needed = _blocks_of_one_request(plan.max_model_len, plan.block_size) * plan.block_size * pool.kv_bytes_per_token
+    usable_blocks = max(pool.num_gpu_blocks - 1, 0)
+    largest = usable_blocks * pool.block_size
+    needed_blocks = _blocks_of_one_request(plan.max_model_len, plan.block_size)
     where = (
         f"{plan.model.name} on {plan.tensor_parallel_size} x {plan.gpu.name} at gpu_memory_utilization "
         f"{plan.gpu_memory_utilization:g}"
@@ -216,10 +217,13 @@ def _infeasible(plan: _Plan, pool: KvPool) -> InfeasibleDeployment:
             f"({_gib(-pool.kv_bytes)} too much)"
         )
     else:
+        needed, there = _gib_apart(
+            *(n * pool.block_size * pool.kv_bytes_per_token for n in (needed_blocks, usable_blocks))
+        )
         cause = (
             f"max seq len ({plan.max_model_len}) is larger than the maximum number of tokens that can be stored in "
-            f"KV cache ({pool.kv_cache_tokens}): {where}, one such request needs {_gib(needed)} and "
-            f"{_gib(pool.num_gpu_blocks * pool.block_size * pool.kv_bytes_per_token)} are there"
+            f"KV cache ({largest}): {where}, one such request needs {needed_blocks:,} blocks ({needed}) and "
+            f"{usable_blocks:,} ({there}) are there beside the null block"
         )
     size = _smallest_tensor_parallel_size(plan)
     return InfeasibleDeployment(f"{cause}.  Remedy: {_remedy(plan, largest, size)}", largest, size)
@@ -229,6 +233,12 @@ def _remedy(plan: _Plan, largest_max_model_len: int, smallest_size: int | None) 
     remedies = []
     if largest_max_model_len > 0:
         remedies.append(f"lower max_model_len to {largest_max_model_len} or less")
+    num_blocks = _blocks_of_one_request(plan.max_model_len, plan.block_size) + 1  # and the null block
+    if plan.num_gpu_blocks_override is not None:
+        remedies.append(f"raise num_gpu_blocks_override to {num_blocks}")
+    elif plan.kv_cache_memory_bytes is not None:
+        per_token = plan.model.kv_bytes_per_token(plan.tensor_parallel_size, plan.kv_cache_dtype)
+        remedies.append(f"raise kv_cache_memory_bytes to {num_blocks * plan.block_size * per_token}")
     share = _smallest_utilization(plan)
     if share is not None:
         remedies.append(f"raise gpu_memory_utilization to {share:.2f}")
@@ -289,6 +299,15 @@ def _assumptions(plan: _Plan, source: str) -> tuple[str, ...]:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
+
+
+def _gib_apart(*sizes_bytes: int) -> list[str]:
+    """Different sizes in GiB with as many digits as it takes to tell them apart, two or more."""
+    for digits in range(2, 10):
+        shown = [f"{size / GIB:.{digits}f} GiB" for size in sizes_bytes]
+        if len(dict.fromkeys(shown)) == len(dict.fromkeys(sizes_bytes)):
+            break
+    return shown
 
 
 def _check_at_least_one(**values: int | None) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "kv_element_bytes",
     "load_model",
     "model_from_config",
+    "other_names",
 ]
 
 _DATA = Path(__file__).with_name("models.json")
@@ -28,7 +29,7 @@ def load_model(name_or_path: str) -> ModelSpec:
     """The bundled model of that name, or the model that a ``config.json`` describes.
 
     A name is a Hugging Face id or its short form ("llama-3.1-8b"), in any case; a path names the file or the folder
-    that holds it.
+    that holds it.  Raises OSError if a file that is there cannot be read.
 
     Raises ValueError, naming the nearest bundled models, for a name that is neither; UnsupportedModel for a config
     whose architecture is not modelled.
@@ -47,6 +48,12 @@ def load_model(name_or_path: str) -> ModelSpec:
 def bundled_models() -> list[str]:
     """Hugging Face ids of the models whose numbers come with the package."""
     return [entry["id"] for entry in _entries()]
+
+
+def other_names(model_id: str) -> list[str]:
+    """What else a bundled model answers to: short names first, then repositories whose config has the same numbers."""
+    entry = _bundled()[model_id.casefold()]
+    return [*entry["aliases"], *(other for other in entry["ids"] if other != model_id)]
 
 
 @cache
@@ -71,6 +78,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text (byte {error.object[error.start]:#04x})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not usable JSON ({error})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: a config.json holds one JSON object, this holds {type(config).__name__}")
     return config
@@ -93,5 +104,5 @@ def _unknown_model(name: str) -> str:
     hint = f"nearest: {', '.join(near)}" if near else "no bundled name is near"
     return (
         f"unknown model {name!r}: it is neither bundled nor a path to a config.json or the folder of one ({hint}; "
-        "bundled_models() lists all)"
+        "windtunnel models lists all)"
     )

@@ -14,6 +14,10 @@ VOCAB_PADDING = 64
 """vLLM pads the rows of embedding and lm_head to a multiple of this before it shards them."""
 
 
+LARGEST_SHAPE = 2**31 - 1
+"""No size of a model is larger."""
+
+
 class UnsupportedModel(ValueError):
     """The model has a part whose memory or cost is not modelled, so any number would be wrong."""
 
@@ -269,8 +273,9 @@ def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> int:
     return KV_DTYPE_BYTES[dtype]
 
 
-def check_whole(name: str, key: str, value: object, least: int) -> int:
-    """``value``, if it is a whole number of at least ``least``; raises ValueError, naming model and key, if not."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}: {key} must be a whole number of at least {least}, got {value!r}")
+def check_whole(name: str, key: str, value: object, least: int, most: int = LARGEST_SHAPE) -> int:
+    """``value``, if it is a whole number in [least, most]; raises ValueError, naming model and key, if not."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        bound = f"at most {most:,}" if isinstance(value, int) and value > most else f"at least {least}"
+        raise ValueError(f"{name}: {key} must be a whole number of {bound}, got {value!r:.60}")
     return value

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +12,14 @@ import typer
 
 def decisions(
     case: Annotated[
-        Path, typer.Argument(help="The case: a JSON file with 'config' and 'requests'.", show_default=False)
+        Path,
+        typer.Argument(metavar="CASE", help="The case: a JSON file with 'config' and 'requests'.", show_default=False),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the lines to this file instead of stdout.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the lines to this file instead of stdout.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Replay a case step by step and print each decision as a JSON line.
@@ -31,16 +32,19 @@ def decisions(
     Example:
       windtunnel decisions case.json -o decisions.jsonl
     """
+    from windtunnel.reports.files import atomic_writer
+    from windtunnel.rundir import check_can_write_file, writing
     from windtunnel.sim.decisions import CaseError, replay
 
     content = _read_case(case)
     try:
-        lines = replay(content)
+        lines = map(_encode, replay(content))
         if output is None:
-            for line in lines:
-                sys.stdout.write(_encode(line))
-        else:
-            _write_atomically(output, lines)
+            sys.stdout.writelines(lines)
+            return
+        check_can_write_file(output)
+        with writing(output), atomic_writer(output) as file:
+            file.writelines(lines)
     except CaseError as error:
         raise CaseError(f"{case}: {error}") from None
 
@@ -54,18 +58,9 @@ def _read_case(path: Path) -> dict[str, Any]:
         raise CaseError(f"{path}: not a text file") from None
     except json.JSONDecodeError as error:
         raise CaseError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise CaseError(f"{path}: not usable JSON: {error}") from None
     return case
-
-
-def _write_atomically(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Write to a temporary name beside ``path`` and rename, so that a failure leaves nothing half-written."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        try:
-            file.writelines(_encode(line) for line in lines)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    os.replace(file.name, path)
 
 
 def _encode(line: dict[str, Any]) -> str:

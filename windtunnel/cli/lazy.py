@@ -39,7 +39,8 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name; an unknown one is refused with the nearest."""
         if args and args[0] not in self.commands_by_name:
-            near = get_close_matches(args[0], self.commands_by_name, n=1)
+            begins_alike = [name for name in self.commands_by_name if args[0] and name.startswith(args[0])]
+            near = begins_alike or get_close_matches(args[0], self.commands_by_name, n=1)
             ctx.fail(f"no command {args[0]!r}{f'; did you mean {near[0]!r}?' if near else ''}")
         return super().resolve_command(ctx, args)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,8 @@ import typer
 from windtunnel.cli.output import emit
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_ONLY_JSON = ("other_names",)
+"""Columns that would make a table too wide for a terminal."""
 GIB = 2**30
 
 
@@ -26,21 +29,26 @@ def scenarios(as_json: _Json = False) -> None:
 
 
 def models(as_json: _Json = False) -> None:
-    """List the bundled models.  Any other model of a known architecture works by the path of its config.json.
+    """List the bundled models.  Another one works by the path of its config.json if its architecture is modelled:
+    Llama, Mistral, Granite, Phi-3, Qwen 2, 2.5 and 3 and their mixtures of experts, Mixtral, OPT.  --json adds the
+    other names that each answers to.
 
     \b
     Examples:
       windtunnel models
+      windtunnel simulate chat-8b-h100 --model qwen2.5-7b
       windtunnel simulate chat-8b-h100 --model ./my-model/config.json
     """
-    from windtunnel.sim.deployment.model import bundled_models, load_model
+    from windtunnel.sim.deployment.model import bundled_models, load_model, other_names
 
-    _list([_model_row(load_model(name)) for name in bundled_models()], as_json)
+    _list([_model_row(load_model(name), other_names(name)) for name in bundled_models()], as_json)
 
 
-def _model_row(model: Any) -> dict[str, Any]:
+def _model_row(model: Any, others: list[str]) -> dict[str, Any]:
     return {
         "name": model.name,
+        "short_name": _shorter(model.name, others),
+        "other_names": others,
         "parameters_billion": round(model.num_parameters / 1e9, 2),
         "weights_gib": round(model.weight_bytes() / GIB, 2),
         "kv_bytes_per_token": model.kv_bytes_per_token(),
@@ -48,8 +56,14 @@ def _model_row(model: Any) -> dict[str, Any]:
     }
 
 
+def _shorter(name: str, others: Iterable[str]) -> str | None:
+    """The shortest of the other names if it is shorter, else None; names work in any case."""
+    return min((other for other in others if len(other) < len(name)), key=len, default=None)
+
+
 def gpus(as_json: _Json = False) -> None:
-    """List the known GPUs with the figures of their data sheets (dense, without sparsity).
+    """List the known GPUs with the figures of their data sheets (dense, without sparsity).  --json adds the other
+    names that each answers to.
 
     \b
     Examples:
@@ -64,6 +78,8 @@ def gpus(as_json: _Json = False) -> None:
 def _gpu_row(gpu: Any) -> dict[str, Any]:
     return {
         "name": gpu.name,
+        "short_name": _shorter(gpu.name, gpu.aliases),
+        "other_names": list(gpu.aliases),
         "memory_gib": round(gpu.memory_bytes / GIB, 2),
         "bandwidth_gb_per_s": round(gpu.hbm_bandwidth_bytes_per_s / 1e9),
         "bf16_tflops": round(gpu.bf16_flops_per_s / 1e12, 1),
@@ -72,17 +88,21 @@ def _gpu_row(gpu: Any) -> dict[str, Any]:
     }
 
 
-def schema() -> None:
-    """Print the JSON Schema of scenario files, for editors that complete and check TOML.
+def schema(
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print tables for people instead.")] = False,
+) -> None:
+    """Print every key of a scenario file with its range and meaning: as JSON Schema, for editors that complete and
+    check TOML, or as Markdown tables.
 
     \b
-    Example:
+    Examples:
       windtunnel schema > windtunnel.schema.json
+      windtunnel schema --markdown
     """
     from windtunnel.rundir import to_json
-    from windtunnel.scenarios.schema import json_schema
+    from windtunnel.scenarios.json_schema import json_schema, markdown
 
-    emit(to_json(json_schema()))
+    emit(markdown() if as_markdown else to_json(json_schema()))
 
 
 def _list(rows: list[dict[str, Any]], as_json: bool) -> None:
@@ -93,6 +113,6 @@ def _list(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         emit(json.dumps(rows, indent=2, ensure_ascii=False))
         return
-    header = list(rows[0]) if rows else []
-    cells = [[show(value) if value is not None else "-" for value in row.values()] for row in rows]
+    header = [key for key in rows[0] if key not in _ONLY_JSON] if rows else []
+    cells = [[show(row[key]) if row[key] is not None else "-" for key in header] for row in rows]
     emit("\n".join(table([header, *cells])))

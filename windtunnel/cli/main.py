@@ -15,6 +15,7 @@ code  meaning
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -38,7 +39,9 @@ COMMANDS = {
     "models": Command("windtunnel.cli.lists", "models", "List the bundled models."),
     "gpus": Command("windtunnel.cli.lists", "gpus", "List the known GPUs."),
     "workload": Command("windtunnel.cli.workload", "workload", "Describe a request trace."),
-    "schema": Command("windtunnel.cli.lists", "schema", "Print the JSON Schema of scenario files."),
+    "schema": Command(
+        "windtunnel.cli.lists", "schema", "Print every key of a scenario file, as JSON Schema or tables."
+    ),
 }
 
 EPILOG = """Exit codes: 0 ok, 1 internal error, 2 usage or configuration, 3 unreadable input,
@@ -80,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; every expected error becomes one message on stderr."""
     arguments = [_with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     command: Callable[..., Any] = typer.main.get_command(app)
+    _print_anything()
     try:
         code = int(command(arguments or ["--help"], prog_name="windtunnel", standalone_mode=False) or 0)
         sys.stdout.flush()
@@ -95,6 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _fail("interrupted", code) if code == EXIT_INTERRUPTED else code
 
 
+def _print_anything() -> None:
+    """Characters that the terminal's encoding lacks are written out (``\\u2013``) instead of stopping the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _explain(error: Exception) -> tuple[str, int]:
     """What to say about an exception, and the exit code that it stands for."""
     if isinstance(error, _ClickException):
@@ -102,6 +113,11 @@ def _explain(error: Exception) -> tuple[str, int]:
     code = exit_code(error)
     if code != EXIT_INTERNAL:
         return str(error), code
+    if isinstance(error, MemoryError):
+        return (
+            f"not enough memory: {str(error) or 'it is used up'}; ask for fewer requests (--num-prompts, --limit)",
+            EXIT_USAGE,
+        )
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", EXIT_UNREADABLE
     if isinstance(error, OSError):

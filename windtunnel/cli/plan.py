@@ -13,12 +13,12 @@ GIB = 2**30
 _WIDEST_VALUE = 44
 
 
-def plan_text(resolved: Resolved) -> str:
+def plan_text(resolved: Resolved, *, with_notes: bool = True) -> str:
     """The plan as aligned text; the same input gives the same text."""
     parts = [f"scenario: {resolved.scenario.name}", _settings(resolved), _memory(resolved), _cost(resolved)]
     parts.append(_workload(resolved))
     parts += [f"warning: {text}" for text in resolved.warnings]
-    parts += [f"note: {text}" for text in resolved.notes]
+    parts += [f"note: {text}" for text in resolved.notes if with_notes]
     return "\n\n".join(part for part in parts if part)
 
 

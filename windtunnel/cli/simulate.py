@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from windtunnel.api import Run
     from windtunnel.scenarios.load import Override
     from windtunnel.scenarios.resolve import Resolved
-
-KEY_BY_PARAMETER = {"num_prompts": "num_requests", "input_len": "input", "output_len": "output", "slo": "objectives"}
-"""Flags whose key in a scenario file is another than their own name."""
 
 _DEPLOYMENT, _ENGINE, _WORKLOAD = "Deployment", "Engine (vLLM's flags)", "Workload"
 _RUN, _OUTPUT = "Run", "Output"
@@ -39,6 +36,7 @@ class Options:
     force: bool
     quiet: bool
     dry_run: bool
+    records_format: Literal["parquet", "csv"]
 
 
 def simulate(
@@ -52,9 +50,13 @@ def simulate(
         ),
     ] = None,
     model: Annotated[
-        str | None, _flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model, or config.json of another.")
+        str | None,
+        _flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model (windtunnel models), or a config.json."),
     ] = None,
-    gpu: Annotated[str | None, _flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="GPU (windtunnel gpus).")] = None,
+    gpu: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="GPU, by its name or a short one (windtunnel gpus)."),
+    ] = None,
     tensor_parallel_size: Annotated[
         str | None,
         _flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs that one replica spans."),
@@ -136,6 +138,14 @@ def simulate(
             help="Admit only what fits with its whole prompt.",
         ),
     ] = None,
+    async_scheduling: Annotated[
+        bool | None,
+        _flag(
+            _ENGINE,
+            "--async-scheduling/--no-async-scheduling",
+            help="Decide a step while the one before still runs (vLLM's default on GPUs).",
+        ),
+    ] = None,
     trace: Annotated[
         str | None, _flag(_WORKLOAD, "--trace", metavar="FILE", help="Replay the requests of this file.")
     ] = None,
@@ -159,6 +169,20 @@ def simulate(
     ] = None,
     on_bad_row: Annotated[
         str | None, _flag(_WORKLOAD, "--on-bad-row", metavar="error|skip", help="What to do with a row that is wrong.")
+    ] = None,
+    chunk_tokens: Annotated[
+        str | None, _flag(_WORKLOAD, "--chunk-tokens", metavar="N", help="Mooncake: tokens in a hashed block.")
+    ] = None,
+    trace_model: Annotated[
+        str | None, _flag(_WORKLOAD, "--trace-model", metavar="NAME", help="BurstGPT: only requests of this model.")
+    ] = None,
+    trace_run: Annotated[
+        str | None,
+        _flag(_WORKLOAD, "--trace-run", metavar="N", help="vllm bench serve: which run of the file, from 0."),
+    ] = None,
+    all_turns: Annotated[
+        bool | None,
+        _flag(_WORKLOAD, "--all-turns/--no-all-turns", help="ShareGPT: whole conversations, not just first turns."),
     ] = None,
     num_prompts: Annotated[
         str | None, _flag(_WORKLOAD, "--num-prompts", metavar="N", help="Number of synthetic requests.")
@@ -192,13 +216,17 @@ def simulate(
             _RUN,
             "--slo",
             metavar="LIMIT",
-            help="Objective, such as 'ttft:p99<500ms'; missed: exit code 99. Repeatable.",
+            help="Objective, such as 'ttft:p99<500ms'; missed: exit code 99. Repeatable; the objectives given here "
+            "take the place of the scenario's.",
         ),
     ] = None,
     goodput: Annotated[
         list[str] | None,
         _flag(
-            _RUN, "--goodput", metavar="METRIC:MS", help="Limit per request, such as ttft:500 or tpot:50. Repeatable."
+            _RUN,
+            "--goodput",
+            metavar="METRIC:MS",
+            help="Limit per request, such as ttft:500 or tpot:50. Repeatable; in place of the scenario's.",
         ),
     ] = None,
     seed: Annotated[str | None, _flag(_RUN, "--seed", metavar="N", help="All randomness follows from it.")] = None,
@@ -207,11 +235,20 @@ def simulate(
     ] = None,
     saturation: Annotated[
         bool | None,
-        _flag(_RUN, "--saturation/--no-saturation", help="Measure the highest throughput too, for the utilisation."),
+        _flag(
+            _RUN,
+            "--saturation/--no-saturation",
+            help="Measure the highest throughput too, for the utilisation; done by default where requests come at a "
+            "rate of their own.",
+        ),
     ] = None,
     as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print the summary as JSON.")] = False,
     output: Annotated[
         Path | None, _flag(_OUTPUT, "--output", "-o", metavar="DIR", help="Write records and summary into this folder.")
+    ] = None,
+    records_format: Annotated[
+        str | None,
+        _flag(_OUTPUT, "--records-format", metavar="parquet|csv", help="Format of the records in DIR, if not parquet."),
     ] = None,
     html: Annotated[
         Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
@@ -230,7 +267,7 @@ def simulate(
 
     \b
     DIST     a number of tokens, uniform:low=100,high=900, lognormal:mean=512,sigma=0.8,max=8192,
-             exponential:mean=256 or geometric:mean=256
+             exponential:mean=256, geometric:mean=256 or quantiles:p50=200,p90=600,p99=1500
     PROCESS  poisson:rate=5, gamma:rate=5,burstiness=0.5, constant:rate=5, on_off:rate=20,on_s=10,off_s=50
              or ramp:start_rate=1,end_rate=20
     COST     roofline (the default), constant:step_s=10ms, affine:base_s=5ms,token_s=20us
@@ -244,7 +281,9 @@ def simulate(
       windtunnel simulate --model llama-3.1-8b --gpu l40s --num-prompts 1000 --request-rate 5
                           --input-len lognormal:mean=512,sigma=0.8 --output-len 256 --dry-run
     """
-    options = Options(as_json, output, html, force, quiet, dry_run)
+    if records_format is not None and output is None:
+        raise typer.BadParameter("it needs a folder to write to: give -o DIR too", param_hint="--records-format")
+    options = Options(as_json, output, html, force, quiet, dry_run, _checked_format(records_format or "parquet"))
     own = {"scenario", *(item.name for item in fields(Options))}
     run_simulation(scenario, {name: value for name, value in ctx.params.items() if name not in own}, options)
 
@@ -270,10 +309,11 @@ def run_simulation(scenario: str | None, flags: Mapping[str, Any], options: Opti
 
 def overrides(flags: Mapping[str, Any]) -> dict[str, Override]:
     """The flags that were given, under the keys of the scenario file."""
+    from windtunnel.scenarios.flags import KEY_OF_PARAMETER
     from windtunnel.scenarios.load import Override
 
     return {
-        KEY_BY_PARAMETER.get(name, name): Override(
+        KEY_OF_PARAMETER.get(name, name): Override(
             list(value) if isinstance(value, tuple) else value, _flag_name(name, value)
         )
         for name, value in flags.items()
@@ -293,13 +333,30 @@ def check_outputs(options: Options) -> None:
         check_can_write(options.output, force=options.force)
     if options.html is not None:
         check_can_write_file(options.html)
+    if options.output is not None and options.html is not None:
+        _check_apart(options.output, options.html)
+
+
+def _check_apart(folder: Path, file: Path) -> None:
+    from windtunnel.rundir import OutputError
+
+    if file.absolute() in (folder.absolute(), *folder.absolute().parents):
+        raise OutputError(f"--html {file} is a file, but -o {folder} makes it a folder: give them different names")
+
+
+def _checked_format(name: str) -> Literal["parquet", "csv"]:
+    if name == "parquet":
+        return "parquet"
+    if name == "csv":
+        return "csv"
+    raise typer.BadParameter(f"{name!r} is neither parquet nor csv", param_hint="--records-format")
 
 
 def _print_plan(resolved: Resolved, options: Options) -> None:
     from windtunnel.cli.plan import plan_text
     from windtunnel.rundir import to_json
 
-    emit(to_json(resolved.describe()) if options.as_json else plan_text(resolved))
+    emit(to_json(resolved.describe()) if options.as_json else plan_text(resolved, with_notes=not options.quiet))
 
 
 def _tell(resolved: Resolved, options: Options) -> None:
@@ -322,7 +379,7 @@ def _execute(resolved: Resolved, options: Options) -> Run:
 
 def _write(run: Run, options: Options) -> None:
     if options.output is not None:
-        run.save(options.output, force=options.force)
+        run.save(options.output, force=options.force, records_format=options.records_format)
     if options.html is not None:
         run.report(options.html)
 

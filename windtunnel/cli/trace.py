@@ -38,7 +38,7 @@ def trace(
       windtunnel trace runs/64 -o minute.json --start 20m --end 21m
     """
     from windtunnel.api import load_run
-    from windtunnel.rundir import check_can_write_file
+    from windtunnel.rundir import OutputError, check_can_write_file
     from windtunnel.scenarios.errors import ScenarioError
     from windtunnel.scenarios.units import parse_duration_s
 
@@ -47,6 +47,8 @@ def trace(
     try:
         start_s, end_s = parse_duration_s(start), None if end is None else parse_duration_s(end)
         stats = run.trace(output, start_s=start_s, end_s=end_s, limit=limit)
+    except OutputError:
+        raise
     except ValueError as error:
         raise ScenarioError(f"--start {start}, --end {end or 'the end'}: {error}") from error
     if stats.num_steps_left_out or stats.num_requests_left_out:

@@ -21,6 +21,26 @@ def workload(
     on_bad_row: Annotated[
         str, typer.Option("--on-bad-row", metavar="error|skip", help="What to do with a row that is wrong.")
     ] = "error",
+    chunk_tokens: Annotated[
+        str | None,
+        typer.Option("--chunk-tokens", metavar="N", help="Mooncake: tokens in a hashed block.", show_default=False),
+    ] = None,
+    trace_model: Annotated[
+        str | None,
+        typer.Option(
+            "--trace-model", metavar="NAME", help="BurstGPT: only requests of this model.", show_default=False
+        ),
+    ] = None,
+    trace_run: Annotated[
+        str | None,
+        typer.Option(
+            "--trace-run", metavar="N", help="vllm bench serve: which run of the file, from 0.", show_default=False
+        ),
+    ] = None,
+    all_turns: Annotated[
+        bool | None,
+        typer.Option("--all-turns", help="ShareGPT: whole conversations, not just first turns.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a request trace asks for: its format and unit, rate, lengths and shared prefixes.
@@ -32,12 +52,23 @@ def workload(
     """
     from windtunnel.cli.plan import show, table
     from windtunnel.rundir import to_json
+    from windtunnel.scenarios.flags import flag_of
     from windtunnel.scenarios.load import Override, load_scenario
     from windtunnel.scenarios.resolve import read_workload
     from windtunnel.scenarios.workloads.describe import describe
 
-    given = {"trace": str(file), "format": format, "time_unit": time_unit, "on_bad_row": on_bad_row}
-    loaded = load_scenario(None, {key: Override(value, f"--{key.replace('_', '-')}") for key, value in given.items()})
+    given = {
+        "trace": str(file),
+        "format": format,
+        "time_unit": time_unit,
+        "on_bad_row": on_bad_row,
+        "chunk_tokens": chunk_tokens,
+        "trace_model": trace_model,
+        "trace_run": trace_run,
+        "all_turns": all_turns,
+    }
+    overrides = {key: Override(value, flag_of(key, "workload")) for key, value in given.items() if value is not None}
+    loaded = load_scenario(None, overrides)
     facts = describe(read_workload(loaded))
     if as_json:
         emit(to_json(facts))

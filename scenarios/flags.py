@@ -1,0 +1,29 @@
+"""How the keys of a scenario file are called on the command line."""
+
+from __future__ import annotations
+
+PARAMETER_OF_KEY = {
+    "num_requests": "num_prompts",
+    "input": "input_len",
+    "output": "output_len",
+    "objectives": "slo",
+}
+"""Keys whose flag has another name: that of ``vllm bench serve``, or a shorter one."""
+
+KEY_OF_PARAMETER = {parameter: key for key, parameter in PARAMETER_OF_KEY.items()}
+"""The other way round."""
+
+WITHOUT_FLAG = frozenset(
+    {"schema_version", "name", "description", "max_tokens", "priorities", "prefixes", "sessions", "percentiles"}
+)
+"""Keys that only a file (or Python) can give."""
+
+_WITHOUT_FLAG_SECTIONS = frozenset({"cost"})
+"""Sections that one flag gives as a whole."""
+
+
+def flag_of(key: str, section: str) -> str:
+    """The flag that gives a key of this section ("scenario" is the top), or nothing."""
+    if not section or section in _WITHOUT_FLAG_SECTIONS or key in WITHOUT_FLAG:
+        return ""
+    return "--" + PARAMETER_OF_KEY.get(key, key).replace("_", "-")
