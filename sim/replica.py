@@ -93,7 +93,8 @@ class Replica:
         now_ns = self._free_ns = world.now_ns  # ahead of the world while nothing can come in or go out
         while self._num_in_vain <= LIVELOCK_PREEMPTIONS:
             step = None
-            if scheduler.num_requests:
+            num_known = scheduler.num_requests  # those that come while it waits do not count
+            if num_known:
                 plan = scheduler.schedule(now_ns)
                 if plan.rejections:
                     yield from self._reject(plan, now_ns)
@@ -110,7 +111,6 @@ class Replica:
             elif not under_way:
                 now_ns = yield from self._sleep()
                 continue
-            num_known = scheduler.num_requests  # those that come while it waits do not count
             done = under_way.popleft()
             if done is not None:
                 now_ns = done.end_ns

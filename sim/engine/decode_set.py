@@ -107,9 +107,13 @@ class DecodeSet:
         """One step is scheduled: every member's computed tokens grow by one."""
         self.clock += 1
 
+    def has_due(self, clock: int) -> bool:
+        """Whether any member's last token comes with the step before ``clock``."""
+        return clock in self._finishes
+
     def due(self, clock: int) -> list[Request]:
         """The members whose last token came with the step before ``clock``; they are still members."""
-        return list(self._finishes.get(clock, ()))
+        return list(self._finishes[clock]) if clock in self._finishes else []
 
     def exhausted(self) -> list[Request]:
         """The members that are not scheduled for the next step or any later one; they are still members."""

@@ -155,7 +155,7 @@ class Scheduler:
 
     def may_finish(self, plan: StepPlan) -> bool:
         """Whether the plan's step may finish a request (a step with chunks always may)."""
-        return bool(plan.chunks or plan.owed or self.decoding.due(self.num_steps_done + 1))
+        return bool(plan.chunks or plan.owed) or self.decoding.has_due(self.num_steps_done + 1)
 
     def num_computed_tokens(self, request: Request) -> int:
         """Tokens of the request whose KV is in its blocks or is being computed."""
