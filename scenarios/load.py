@@ -136,7 +136,7 @@ def _read_mapping(table: Mapping[str, Any]) -> _Raw:
 
 def _read_file(source: str | Path) -> _Raw:
     path = Path(source)
-    if path.exists():
+    if path.is_file() or (path.exists() and str(source) not in _bundled_names()):  # a run's folder may have that name
         text, origin, base_dir = _file_text(path), printable(str(source)), path.parent
     else:
         text, origin, base_dir = _bundled_text(str(source)), f"{source}.toml", Path()

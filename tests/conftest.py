@@ -34,4 +34,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 steps += value
                 cases += 1
     if cases:
-        terminalreporter.write_line(f"golden: {steps:,} recorded steps of {cases} runs compared, all identical")
+        terminalreporter.write_line(f"golden: {steps:,} recorded steps of {cases} runs compared and identical")

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -448,14 +447,18 @@ def test_a_full_disk_is_an_error_but_no_bug(small: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_folder_called_like_a_bundled_scenario_does_not_hide_it(small: Path) -> None:
+    Path("preemption-storm").mkdir()
+    assert main(["simulate", "preemption-storm", "--dry-run", "--quiet"]) == 0
+
+
 def test_ctrl_c_ends_with_130_and_leaves_nothing_behind(small: Path) -> None:
     long = SMALL.replace("num_requests = 40", "num_requests = 2000000")
     Path("long.toml").write_text(long)
     command = [sys.executable, "-m", "windtunnel", "simulate", "long.toml", "-o", "run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    process.stderr.readline()  # the first remark comes when the simulation begins
-    time.sleep(0.2)
+    process.stderr.readline()  # the first remark comes right before the simulation begins, which takes minutes
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130

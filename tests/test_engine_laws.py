@@ -295,6 +295,35 @@ def test_a_follow_up_comes_after_the_answer_and_the_pause_and_finds_its_history_
     assert table.num_cached_tokens.tolist() == [0, 48]  # 49 of 50 tokens were computed: three full blocks
 
 
+def test_a_closed_loop_of_one_token_answers_takes_a_step_for_each() -> None:
+    """Answers that come with the prefill reach the client at the end of that step, not before."""
+    ones = [1] * 4
+    work = workload([0] * 4, ones, ones, max_concurrency=1)
+    table = run(work, SchedulerConfig(), ConstantCost(step_s=0.01)).requests
+    assert table.arrival_ns.tolist() == [0, 10_000_001, 20_000_002, 30_000_003]
+
+
+def test_a_request_s_own_tokens_are_nobody_else_s() -> None:
+    """Stream 0 is shared by rows 1 and 2; row 0, which shares nothing, must not be taken for it."""
+    work = workload([0, 10**9, 2 * 10**9], [64] * 3, [2] * 3, content=((), ((0, 64),), ((0, 64),)), num_streams=1)
+    table = run(work, SchedulerConfig(), ConstantCost(step_s=0.01)).requests
+    assert table.num_cached_tokens.tolist() == [0, 0, 48]
+
+
+def test_blocks_that_stay_findable_are_seen_in_the_records() -> None:
+    """While the second request runs, the first one's four full blocks are free and cached."""
+    work = workload([0, 10**9], [64, 16], [2, 2])
+    steps = run(work, SchedulerConfig(), ConstantCost(step_s=0.01)).replicas[0].steps
+    assert steps.num_cached_blocks.tolist() == [0, 0, 4, 4]
+
+
+def test_a_resumed_request_looks_up_its_prompt_and_its_output() -> None:
+    config = SchedulerConfig(num_gpu_blocks=6, block_size=4, max_num_seqs=2, max_model_len=20)
+    table = run(workload([0, 0], [8, 8], [8, 8]), config, ConstantCost(step_s=0.01)).requests
+    assert table.num_preemptions.tolist() == [0, 1]
+    assert table.num_resumed_query_tokens.tolist() == [0, 9]  # its eight prompt tokens and one of its answer
+
+
 def test_executors_can_be_swapped_between_any_two_steps() -> None:
     """The state lives in the scheduler alone, so a run whose executor changes half-way decides the same."""
 

@@ -27,8 +27,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import scheduler_configs, workloads
 
+from windtunnel.sim.cost.constant import ConstantCost
 from windtunnel.sim.engine.config import SchedulerConfig
-from windtunnel.sim.metrics import GoodputLimits, Slo, SloSyntaxError, Verdict, parse_slos, summarize
+from windtunnel.sim.metrics import GoodputLimits, Slo, SloSyntaxError, Summary, Verdict, parse_slos, summarize
 from windtunnel.sim.metrics.latency import (
     expanded_inter_token_latencies,
     inter_token_latencies,
@@ -758,3 +759,29 @@ def test_a_long_run_is_summarised_without_a_list_of_its_tokens() -> None:
     tracemalloc.stop()
     assert summary.itl.count == int((count - 1).sum()) > 40_000_000
     assert peak_bytes < 400 * 2**20 / 5
+
+
+def engine_run(num_requests: int, rate_per_s: float, max_concurrency: int | None = None) -> Summary:
+    """One seat and steps of 10 ms: 100 one-token requests per second at most."""
+    due_ns = np.arange(num_requests) * round(1e9 / rate_per_s)
+    ones = np.ones(num_requests, np.int64)
+    work = workload(due_ns, ones, ones, max_concurrency=max_concurrency)
+    records = run(work, SchedulerConfig(max_num_seqs=1, enable_prefix_caching=False), ConstantCost(step_s=0.01))
+    return summarize(records, work)
+
+
+def test_a_burst_is_no_steady_state() -> None:
+    summary = engine_run(500, 50_000)
+    assert summary.stability.is_burst
+    assert not summary.stability.is_steady
+
+
+def test_a_client_limit_below_the_rate_asked_for_is_an_overload() -> None:
+    assert engine_run(2_000, 1_000, max_concurrency=1).stability.verdict is Verdict.OVERLOADED
+
+
+def test_a_floor_under_what_was_never_there_does_not_pass() -> None:
+    ones = np.ones(50, np.int64)
+    work = workload(np.arange(50) * 10**8, ones, ones)
+    records = run(work, SchedulerConfig(enable_prefix_caching=False), ConstantCost(step_s=0.01))
+    assert not summarize(records, work, slo="prefix_cache_hit_rate>=50%").slo_passed

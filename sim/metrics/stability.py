@@ -96,11 +96,15 @@ class Stability:
     """Mean time in the system in the last quarter of that part of the window over that in its first quarter."""
     drain_s: float
     """From the last request due until the end of the run."""
+    is_burst: bool
+    """Whether all were due in so short a time that there is no arrival window to speak of."""
 
     @property
     def is_steady(self) -> bool:
         """Whether latency statistics may be read as those of a steady state."""
-        return self.verdict is Verdict.STABLE or self.verdict is Verdict.BACKLOGGED
+        if self.verdict is Verdict.BACKLOGGED:
+            return not self.is_burst
+        return self.verdict is Verdict.STABLE
 
     @property
     def has_peak(self) -> bool:
@@ -143,6 +147,7 @@ def judge(records: Records, workload: Workload, *, saturation_request_throughput
         backlog_at_last_arrival=int((life.gone > life.last_due).sum()),
         stay_ratio=backlog.stay_ratio if backlog else None,
         drain_s=(records.end_ns - life.last_due) / NS_PER_S if len(life.due) else 0.0,
+        is_burst=life.is_burst and workload.max_concurrency is None,
     )
 
 
@@ -203,6 +208,12 @@ def _verdict(
 
 
 def _verdict_of_burst(life: Lives) -> tuple[Verdict, str]:
+    offered = life.offered_request_rate
+    if life.max_concurrency is not None and offered is not None:
+        return Verdict.OVERLOADED, (
+            f"{offered:,.4g} requests/s were due, but with {_in_flight(life)} only "
+            f"{len(life.due) * NS_PER_S / life.duration_ns:,.3g}/s were served: the others waited at the client"
+        )
     if life.max_concurrency is not None:
         if life.queue_share_at_server > STANDING_QUEUE_SHARE:
             return Verdict.BACKLOGGED, (
@@ -210,8 +221,13 @@ def _verdict_of_burst(life: Lives) -> tuple[Verdict, str]:
                 f"queue {life.queue_share_at_server:.0%} of the time"
             )
         return Verdict.STABLE, f"closed loop with {_in_flight(life)}: the load adapts to the server"
+    rate = (
+        ""
+        if offered is None
+        else f" ({offered:,.4g}/s; {len(life.due) * NS_PER_S / life.duration_ns:,.3g}/s were served)"
+    )
     return Verdict.BACKLOGGED, (
-        f"all {len(life.due):,} requests were due within {_s(life.window_ns)} and worked off in "
+        f"all {len(life.due):,} requests were due within {_s(life.window_ns)}{rate} and worked off in "
         f"{_s(life.duration_ns)}: throughput is that of a full system, latencies are those of one burst"
     )
 

@@ -331,8 +331,9 @@ def _prefix_cache(records: Records) -> PrefixCacheStats:
 def _check(slo: Slo, summary: Summary, samples: _Samples) -> SloResult:
     measured = _measure(slo, summary, samples)
     if measured is None:
-        # a latency that no request could have (no gap between tokens) breaks no promise; no finished request does
-        passed = summary.completed > 0 and summary.failed == 0
+        # a latency that no request could have (no gap between tokens) breaks no promise; no finished request does,
+        # and so does a floor under what was never there
+        passed = summary.completed > 0 and summary.failed == 0 and slo.unit == "ms"
         return SloResult(slo, None, passed, "nothing to measure")
     passed = slo.holds(measured) and not (summary.stability.is_hopeless and _depends_on_the_end(slo))
     return SloResult(slo, measured, passed, _note(slo, summary))
@@ -345,7 +346,10 @@ def _depends_on_the_end(slo: Slo) -> bool:
 
 def _note(slo: Slo, summary: Summary) -> str:
     if _depends_on_the_end(slo) and not summary.stability.is_steady:
-        return f"not a steady state: {summary.stability.verdict.replace('_', ' ')}"
+        stability = summary.stability
+        is_burst = stability.is_burst and stability.verdict is Verdict.BACKLOGGED
+        state = "one burst" if is_burst else stability.verdict.replace("_", " ")
+        return f"not a steady state: {state}"
     if slo.unit == "ms" and summary.failed:
         return f"over the {summary.completed:,} finished requests only"
     return ""
