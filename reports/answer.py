@@ -100,12 +100,15 @@ def _backlog(summary: Summary) -> str:
     stability = summary.stability
     if summary.request_rate is None and summary.max_concurrency is not None:
         return f"Backlogged: {_clients(summary)} ask for more at once than the engine can run"
-    if summary.request_rate is None:
+    if summary.request_rate is None or stability.is_burst:
         many = plural(summary.num_prompts, "request")
-        return f"One burst: {many} at once took {milliseconds(1000 * summary.duration_s)}"
+        at_once = (
+            "at once" if not stability.arrival_window_s else f"within {milliseconds(1000 * stability.arrival_window_s)}"
+        )
+        return f"One burst: {many} {at_once} took {milliseconds(1000 * summary.duration_s)}"
     if stability.has_peak:
         return "Backlogged: at the peak more came than it could serve"
-    return f"Backlogged: it keeps up with {_offered(summary)}, but not without a queue"
+    return f"Backlogged: {_offered(summary)} came in, and not without a queue"
 
 
 # --- what clients saw, and what was lost

@@ -190,12 +190,13 @@ def _paths(table: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 def _merge(raw: dict[str, Any], sources: dict[KeyPath, str], overrides: Mapping[str, Override]) -> tuple[str, ...]:
     notes = (*_make_room(raw, sources, overrides), *_replaced_lists(raw, overrides))
-    for key, override in overrides.items():
+    whole_sections_first = sorted(overrides.items(), key=lambda item: len(override_path(item[0])))
+    for key, override in whole_sections_first:
         path = override_path(key)
         _forget(sources, path)
         sources[path] = override.source
         if len(path) == 1:
-            raw[key] = override.value
+            raw[key] = dict(override.value) if isinstance(override.value, Mapping) else override.value
             continue
         section = raw.setdefault(path[0], {})
         if not isinstance(section, dict):

@@ -289,3 +289,13 @@ def test_the_bundled_storm_preempts_as_real_vllm_did() -> None:
     run = wt.simulate("preemption-storm")
     assert 700 == run.summary["preemptions"] == len(run.preemptions)
     assert run.summary["recomputed_prefill_tokens"] == 338_578
+
+
+def test_overrides_do_not_change_what_the_caller_passed_and_their_order_does_not_matter() -> None:
+    engine = {"max_num_seqs": 8}
+    scenario = "preemption-storm"
+    first = wt.simulate(scenario, engine=engine, max_num_seqs=2, num_requests=5)
+    second = wt.simulate(scenario, max_num_seqs=2, num_requests=5, engine=engine)
+    assert engine == {"max_num_seqs": 8}
+    for run in (first, second):
+        assert run.records.replicas[0].max_num_seqs == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections import Counter
 from dataclasses import replace
@@ -28,6 +29,7 @@ from hypothesis import strategies as st
 from strategies import scheduler_configs, workloads
 
 from windtunnel.sim.cost.constant import ConstantCost
+from windtunnel.sim.deployment.memory import InfeasibleDeployment
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.metrics import GoodputLimits, Slo, SloSyntaxError, Summary, Verdict, parse_slos, summarize
 from windtunnel.sim.metrics.latency import (
@@ -785,3 +787,20 @@ def test_a_floor_under_what_was_never_there_does_not_pass() -> None:
     work = workload(np.arange(50) * 10**8, ones, ones)
     records = run(work, SchedulerConfig(enable_prefix_caching=False), ConstantCost(step_s=0.01))
     assert not summarize(records, work, slo="prefix_cache_hit_rate>=50%").slo_passed
+
+
+def test_a_run_over_years_needs_no_more_memory_than_a_short_one() -> None:
+    """Two requests, thirty years apart: buckets of a second are kept only where something happened."""
+    work = workload([0, 10**18], [10, 10], [5, 5])
+    summary = summarize(run(work, SchedulerConfig(), ConstantCost(step_s=0.01)), work)
+    assert (summary.max_output_tokens_per_s, summary.max_concurrent_requests) == (5, 1)
+
+
+def test_errors_survive_the_way_between_processes() -> None:
+    with pytest.raises(SloSyntaxError) as caught:
+        Slo.parse("ttft:p99<")
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copied), str(copied)) == (SloSyntaxError, str(caught.value))
+    error = InfeasibleDeployment("it does not fit", 10, None)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.largest_max_model_len) == ("it does not fit", 10)

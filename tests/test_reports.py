@@ -877,3 +877,14 @@ def test_reports_import_neither_plotly_nor_pandas_nor_scipy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_link_is_written_through_and_a_pipe_is_left_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with atomic_writer(tmp_path / "link") as file:
+        file.write("x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "x"
+    with atomic_writer("/dev/null") as file:
+        file.write("x")
+    assert Path("/dev/null").is_char_device()

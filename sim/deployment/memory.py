@@ -33,9 +33,12 @@ class InfeasibleDeployment(Exception):
     """
 
     def __init__(self, message: str, largest_max_model_len: int, smallest_tensor_parallel_size: int | None) -> None:
-        super().__init__(message)
+        super().__init__(message, largest_max_model_len, smallest_tensor_parallel_size)
         self.largest_max_model_len = largest_max_model_len
         self.smallest_tensor_parallel_size = smallest_tensor_parallel_size
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, slots=True)

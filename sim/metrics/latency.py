@@ -104,16 +104,16 @@ def peak_tokens_per_second(records: Records) -> float:
     sent = records.requests.arrival_ns[records.requests.outcome == Outcome.FINISHED]
     if not len(sent):
         return 0.0
-    start_ns, peak = int(sent.min()), np.zeros(0, np.int64)
+    nothing = np.zeros(0, np.int64)
+    start_ns, seconds, counts = int(sent.min()), [nothing], [nothing]
     for replica in records.replicas:
         tokens = tokens_per_step(replica, finished)
         there = np.flatnonzero(tokens)
-        second = (replica.steps.end_ns[there] - start_ns) // NS_PER_S
-        counted = np.bincount(second, weights=tokens[there]).astype(np.int64)
-        longer, shorter = (peak, counted) if len(peak) >= len(counted) else (counted, peak)
-        longer[: len(shorter)] += shorter
-        peak = longer
-    return float(peak.max(initial=0))
+        seconds.append((replica.steps.end_ns[there] - start_ns) // NS_PER_S)
+        counts.append(tokens[there])
+    # Only the seconds in which anything came are kept: a trace may span years.
+    _, bucket = np.unique(np.concatenate(seconds), return_inverse=True)
+    return float(np.bincount(bucket, weights=np.concatenate(counts)).max(initial=0))
 
 
 def max_concurrent_requests(records: Records) -> int:
@@ -128,9 +128,7 @@ def max_concurrent_requests(records: Records) -> int:
         return 0
     first = (sent - sent.min()) // NS_PER_S
     last = (done - sent.min()) // NS_PER_S
-    size = int(last.max()) + 2
-    change = np.bincount(first, minlength=size) - np.bincount(last + 1, minlength=size)
-    return int(np.cumsum(change).max())
+    return peak_in_flight(first, last + 1)
 
 
 def peak_in_flight(start_ns: IntArray, end_ns: IntArray) -> int:

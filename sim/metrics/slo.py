@@ -54,6 +54,9 @@ class SloSyntaxError(ValueError):
         self.text, self.position, self.problem = text, position, problem
         super().__init__(f"cannot read objective {text!r}: {problem}\n  {text}\n  {' ' * position}^\n{ALLOWED}")
 
+    def __reduce__(self) -> tuple[type[SloSyntaxError], tuple[str, int, str]]:
+        return type(self), (self.text, self.position, self.problem)
+
 
 @dataclass(frozen=True, slots=True)
 class GoodputLimits:
