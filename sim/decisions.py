@@ -65,7 +65,7 @@ class _Replay:
         self.interned: dict[Hashable, int] = {}
         self.live: dict[str, Request] = {}
         self.byname: dict[str, Request] = {}
-        self.arrivals = deque(_arrivals(case))
+        self.arrivals = deque(_arrivals(case, self.config))
         self.aborts = deque(
             sorted((d["abort_step"], i, d["id"]) for i, d in enumerate(case["requests"]) if "abort_step" in d)
         )
@@ -82,6 +82,7 @@ class _Replay:
         yield {"type": "header", "name": self.case.get("name", ""), "config": self.case["config"], "by": "windtunnel"}
         iteration, idle, end = 0, 0, "done"
         max_steps = self.case.get("max_steps", DEFAULT_MAX_STEPS)
+        _check_whole("case", "max_steps", max_steps, 1)
         while True:
             line: JsonDict = {"it": iteration}
             came, gone = self._arrive(iteration), self._abort(iteration)
@@ -309,6 +310,8 @@ def _config(case: JsonDict) -> SchedulerConfig:
     unknown = sorted(set(given) - CONFIG_KEYS)
     if unknown:
         raise CaseError(f"config has an unknown key {unknown[0]!r}; known are {', '.join(sorted(CONFIG_KEYS))}")
+    for key, value in given.items():
+        _check_setting(key, value)
     values = {**CASE_DEFAULTS, **{k: v for k, v in given.items() if k in CONFIG_KEYS and v is not None}}
     try:
         return SchedulerConfig(**values)
@@ -316,31 +319,83 @@ def _config(case: JsonDict) -> SchedulerConfig:
         raise CaseError(f"config: {error}") from None
 
 
-def _arrivals(case: JsonDict) -> list[tuple[int, int, JsonDict]]:
+def _check_setting(key: str, value: Any) -> None:
+    """A value of the type of the field's default; numbers for shares, whole numbers for what is None by default."""
+    default = SchedulerConfig.__dataclass_fields__[key].default
+    kind: Any = int if default is None else int | float if isinstance(default, float) else type(default)
+    if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+        name = (
+            "a number"
+            if isinstance(default, float)
+            else {bool: "true or false", str: "text"}.get(kind, "a whole number")
+        )
+        raise CaseError(f"config.{key} must be {name}, got {value!r}")
+
+
+def _arrivals(case: JsonDict, config: SchedulerConfig) -> list[tuple[int, int, JsonDict]]:
     requests = case.get("requests")
     if not isinstance(requests, list):
         raise CaseError("a case needs a list 'requests'")
     seen: set[str] = set()
     for index, spec in enumerate(requests):
-        _check_request(index, spec, seen)
+        _check_request(index, spec, seen, config.max_model_len)
     return sorted(((d.get("arrival_step", 0), i, d) for i, d in enumerate(requests)), key=lambda item: item[:2])
 
 
-def _check_request(index: int, spec: Any, seen: set[str]) -> None:
+WHOLE_NUMBERS = {  # key of a request -> least value
+    "prompt_len": 1,
+    "output_len": 1,
+    "arrival_step": 0,
+    "abort_step": 0,
+    "prefix_len": 0,
+    "prefix_group": None,
+    "priority": None,
+    "seed": None,
+    "output_seed": None,
+}
+OTHER_KEYS = ("id", "arrival_time", "cache_salt", "prompt_token_ids")
+
+
+def _check_request(index: int, spec: Any, seen: set[str], max_model_len: int) -> None:
     if not isinstance(spec, dict) or not isinstance(spec.get("id"), str):
         raise CaseError(f"requests[{index}] needs a string 'id'")
+    where = f"requests[{index}] ({spec['id']})"
     if spec["id"] in seen:
         raise CaseError(f"requests[{index}]: id {spec['id']!r} is used twice")
     seen.add(spec["id"])
-    prompt = spec.get("prompt_token_ids", spec.get("prompt_len"))
-    size = len(prompt) if isinstance(prompt, list) else prompt
-    for name, value in (("prompt_len or prompt_token_ids", size), ("output_len", spec.get("output_len"))):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CaseError(f"requests[{index}] ({spec['id']}): {name} must be a whole number from 1, got {value!r}")
-    for name in ("arrival_step", "abort_step"):
-        value = spec.get(name, 0)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise CaseError(f"requests[{index}] ({spec['id']}): {name} must be a whole number from 0, got {value!r}")
+    unknown = sorted(set(spec) - set(WHOLE_NUMBERS) - set(OTHER_KEYS))
+    if unknown:
+        known = ", ".join(sorted((*WHOLE_NUMBERS, *OTHER_KEYS)))
+        raise CaseError(f"{where} has an unknown key {unknown[0]!r}; known are {known}")
+    for name, least in WHOLE_NUMBERS.items():
+        if name in spec or name == "output_len":
+            _check_whole(where, name, spec.get(name), least)
+    if not isinstance(spec.get("arrival_time", 0), int | float) or isinstance(spec.get("arrival_time"), bool):
+        raise CaseError(f"{where}: arrival_time must be a number of seconds, got {spec['arrival_time']!r}")
+    if not isinstance(spec.get("cache_salt"), str | None):
+        raise CaseError(f"{where}: cache_salt must be text, got {spec['cache_salt']!r}")
+    num_prompt = _num_prompt_tokens(where, spec)
+    if num_prompt >= max_model_len:
+        raise CaseError(
+            f"{where}: a prompt of {num_prompt} tokens leaves no room for an answer within max_model_len "
+            f"({max_model_len}): shorten it or raise max_model_len"
+        )
+
+
+def _check_whole(where: str, name: str, value: Any, least: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        limit = "" if least is None else f" from {least}"
+        raise CaseError(f"{where}: {name} must be a whole number{limit}, got {value!r}")
+
+
+def _num_prompt_tokens(where: str, spec: JsonDict) -> int:
+    if "prompt_token_ids" not in spec:
+        _check_whole(where, "prompt_len (or a list prompt_token_ids)", spec.get("prompt_len"), 1)
+        return int(spec["prompt_len"])
+    ids = spec["prompt_token_ids"]
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        raise CaseError(f"{where}: prompt_token_ids must be a list of at least one whole number")
+    return len(ids)
 
 
 def _prompt_token(spec: JsonDict) -> Callable[[int], int]:

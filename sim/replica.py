@@ -70,6 +70,11 @@ class Replica:
         self._alarm_ns = -1  # when the latest alarm rings
         world.process(self._serve())
 
+    @property
+    def is_helpless(self) -> bool:
+        """Whether it sleeps although requests are there: nothing can ever be done for them."""
+        return self._asleep is not None and self.scheduler.num_requests > 0
+
     def submit(self, request: Request) -> None:
         """Queue a request; the decision after the step in progress is the first to see it.
 

@@ -57,7 +57,7 @@ def run(
     num_open = client.write_unfinished(scheduler.num_emitted_tokens)
     for request in scheduler.requests():
         log.write_spans(request, scheduler.token_spans(request))
-    stalled = num_open > 0 and (horizon_ns is None or replica.is_stuck)
+    stalled = num_open > 0 and (horizon_ns is None or replica.is_stuck or replica.is_helpless)
     table, steps = requests.table(), log.records()
     if num_open and horizon_ns is not None:
         end_ns = horizon_ns

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from windtunnel.cli.output import silence_stdout
+
 
 def decisions(
     case: Annotated[
@@ -40,7 +42,11 @@ def decisions(
     try:
         lines = map(_encode, replay(content))
         if output is None:
-            sys.stdout.writelines(lines)
+            try:
+                sys.stdout.writelines(lines)
+                sys.stdout.flush()
+            except BrokenPipeError:
+                silence_stdout()
             return
         check_can_write_file(output)
         with writing(output), atomic_writer(output) as file:

@@ -100,7 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_anything() -> None:
-    """Characters that the terminal's encoding lacks are written out (``\\u2013``) instead of stopping the program."""
+    """Characters that the terminal's encoding lacks are written out (``\\u2013``) instead of stopping the program.
+
+    A stream that the caller closed (``>&-``) takes everything and keeps nothing.
+    """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
