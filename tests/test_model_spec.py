@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -342,7 +343,7 @@ def odd_configs(draw: st.DrawFn) -> dict[str, Any]:
             if isinstance(holder[key], (dict, list)) and holder[key] and draw(st.booleans()):
                 holder = holder[key]
                 continue
-            holder[key] = draw(ODD)
+            holder[key] = copy.deepcopy(draw(ODD))  # it may be changed further
             break
     return made
 
