@@ -195,7 +195,8 @@ def simulate(
         str | None, _flag(_WORKLOAD, "--output-len", metavar="DIST", help="Output tokens of a request.")
     ] = None,
     request_rate: Annotated[
-        str | None, _flag(_WORKLOAD, "--request-rate", metavar="R", help="Requests per second; inf is all at once.")
+        str | None,
+        _flag(_WORKLOAD, "--request-rate", "--rate", metavar="R", help="Requests per second; inf is all at once."),
     ] = None,
     burstiness: Annotated[
         str | None, _flag(_WORKLOAD, "--burstiness", metavar="B", help="1 Poisson, below burstier, inf constant.")
