@@ -32,7 +32,7 @@ FACTOR_SOURCES = {
     "neither weights nor cache explain, of which the kernels' fixed parts are about 2 ms",
     "sequence_s": "engineering estimate: input preparation, sampling and output handling of one sequence",
 }
-"""Where each default of RooflineFactors comes from; none is fitted."""
+"""Where each default of RooflineFactors comes from; all are chosen, none is a fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class RooflineCost:
             "kv_cache_dtype": self.kv_cache_dtype,
             "factors": asdict(self.factors),
             "factor_sources": dict(FACTOR_SOURCES),
-            "error": "not stated: nothing here was fitted to measurements",
+            "error": "not stated: chosen factors, not a fit to measurements",
         }
 
 

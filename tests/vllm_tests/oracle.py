@@ -342,8 +342,8 @@ class Run:
             aborted = []
             while self.aborts and self.aborts[0][0] <= it:
                 aborted.append(self.aborts.pop(0)[2])
-            if aborted:
-                s.finish_requests(aborted, self.RequestStatus.FINISHED_ABORTED)
+            for rid in aborted:  # one by one: vLLM takes several as a set, in an order that PYTHONHASHSEED decides
+                s.finish_requests([rid], self.RequestStatus.FINISHED_ABORTED)
             if not s.has_requests() and not bq:
                 if not self.arrivals:
                     break
