@@ -7,6 +7,8 @@ PARAMETER_OF_KEY = {
     "input": "input_len",
     "output": "output_len",
     "objectives": "slo",
+    "speculative": "speculative_config",
+    "engine_version": "engine",
 }
 """Keys whose flag has another name: that of ``vllm bench serve``, or a shorter one."""
 
@@ -14,11 +16,21 @@ KEY_OF_PARAMETER = {parameter: key for key, parameter in PARAMETER_OF_KEY.items(
 """The other way round."""
 
 WITHOUT_FLAG = frozenset(
-    {"schema_version", "name", "description", "max_tokens", "priorities", "prefixes", "sessions", "percentiles"}
+    {
+        "schema_version",
+        "name",
+        "description",
+        "teaches",
+        "max_tokens",
+        "priorities",
+        "prefixes",
+        "sessions",
+        "percentiles",
+    }
 )
 """Keys that only a file (or Python) can give."""
 
-_WITHOUT_FLAG_SECTIONS = frozenset({"cost"})
+_WITHOUT_FLAG_SECTIONS = frozenset({"cost", "batching", "speculative", "compare"})
 """Sections that one flag gives as a whole."""
 
 

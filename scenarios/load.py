@@ -18,10 +18,12 @@ from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
 from windtunnel.scenarios.flags import KEY_OF_PARAMETER, flag_of
 from windtunnel.scenarios.locate import KeyPath, key_lines
 from windtunnel.scenarios.schema import (
+    BATCHING_POLICIES,
     COST_KINDS,
     SECTIONS,
     WORKLOAD_KINDS,
     Scenario,
+    batching_policy,
     cost_kind,
     workload_kind,
 )
@@ -30,7 +32,13 @@ from windtunnel.scenarios.workloads.errors import printable
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-_TAGGED_SECTIONS = ("workload", "cost")  # pydantic puts the variant's name into the location of an error in these
+_TAGGED_SECTIONS = (
+    "workload",
+    "cost",
+    "batching",
+)  # pydantic puts the variant's name into the location of an error in these
+_TAGS = {"cost": "kind", "batching": "policy"}
+"""The key that names the variant, in sections that have it written out."""
 _MOST_COMPLAINTS = 10
 
 
@@ -267,7 +275,7 @@ def _path_in_file(detail: ErrorDetails) -> KeyPath:
     """The keys of the file that an error is about, without the names of variants that pydantic puts between."""
     path = detail["loc"]
     if detail["type"] == "union_tag_invalid":
-        return (*path, "kind")
+        return (*path, _TAGS[str(path[0])])
     if len(path) > 1 and path[0] in _TAGGED_SECTIONS:
         return (path[0], *path[2:3])
     return path
@@ -279,7 +287,7 @@ def _complaint(detail: ErrorDetails, path: KeyPath, raw: dict[str, Any]) -> str:
         return _unknown_key(path, raw)
     if detail["type"] == "missing":
         return f"missing {path[-1]!r}{where}{_remedy_for_missing(path)}"
-    value = detail["input"]["kind"] if detail["type"] == "union_tag_invalid" else detail["input"]
+    value = detail["input"][path[-1]] if detail["type"] == "union_tag_invalid" else detail["input"]
     key = str(path[-1]) if isinstance(path[-1], str) else f"{path[-2]}[{path[-1]}]"
     return f"{key} = {_shown(value)}{where} {_requirement(detail, _limits(path, raw))}"
 
@@ -311,6 +319,8 @@ def _variant(section: str, raw: dict[str, Any]) -> type[BaseModel]:
         return WORKLOAD_KINDS[workload_kind(value)]
     if section == "cost":
         return COST_KINDS.get(str(cost_kind(value)), SECTIONS["cost"][0])
+    if section == "batching":
+        return BATCHING_POLICIES.get(str(batching_policy(value)), SECTIONS["batching"][0])
     return SECTIONS[section][0]
 
 
@@ -319,8 +329,9 @@ def _wrong_variant(section: str, key: str) -> str:
         return "; it needs a trace"
     if section == "workload" and key in WORKLOAD_KINDS["synthetic"].model_fields:
         return "; a trace brings its own lengths and arrivals (rate_scale speeds them up, limit cuts them off)"
-    kinds = [kind for kind, model in COST_KINDS.items() if section == "cost" and key in model.model_fields]
-    return f"; it needs kind = {' or '.join(repr(kind) for kind in kinds)}" if kinds else ""
+    known = {"cost": COST_KINDS, "batching": BATCHING_POLICIES}.get(section, {})
+    kinds = [kind for kind, model in known.items() if key in model.model_fields]
+    return f"; it needs {_TAGS[section]} = {' or '.join(repr(kind) for kind in kinds)}" if kinds else ""
 
 
 def _other_home(section: str, key: str) -> str:

@@ -6,6 +6,7 @@ the default, when the scenario is resolved.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
@@ -34,14 +35,22 @@ StepPart = Annotated[Duration, Field(lt=1)]
 
 
 def _spec(key: str, written: Any) -> BeforeValidator:
-    """Reads text as the table that it abbreviates; ``written`` is what may stand in the file."""
+    """Reads text as the table that it abbreviates, JSON included; ``written`` is what may stand in the file."""
 
     def read(value: Any) -> Any:
         if isinstance(value, str):
-            return parse_spec(value, key)
+            return _json_table(value) if value.lstrip().startswith("{") else parse_spec(value, key)
         return dict(value) if isinstance(value, dict) else value
 
     return BeforeValidator(read, json_schema_input_type=written)
+
+
+def _json_table(text: str) -> dict[str, Any]:
+    try:
+        table: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is no valid JSON: {error}") from None
+    return table
 
 
 def _length(value: Any) -> Any:
@@ -85,6 +94,15 @@ class Deployment(_Section):
     """Memory for the KV cache per GPU, in place of gpu_memory_utilization's share."""
     usage_context: Literal["api_server", "llm_class"] | None = None
     """Whose defaults apply: those of `vllm serve` (api_server) or of the offline class LLM (llm_class)."""
+    engine_version: str | None = None
+    """Version of vLLM whose defaults and rules apply, such as vllm-0.11; the newest known one if not given."""
+    pipeline_parallel_size: Annotated[Count | None, Field(ge=1)] = None
+    """Stages that one replica's layers are spread over, each on tensor_parallel_size GPUs."""
+    data_parallel_size: Annotated[Count | None, Field(ge=1)] = None
+    """Replicas of the model, each with a KV cache and a scheduler of its own."""
+    router: Literal["vllm", "round_robin"] | None = None
+    """Who serves the next request: vllm looks at the replicas' load as its own load balancer does, round_robin takes
+    turns."""
 
 
 class Engine(_Section):
@@ -117,7 +135,152 @@ class Engine(_Section):
     scheduler_reserve_full_isl: bool | None = None
     """Admit a request only if its whole prompt fits the free blocks, not just its first chunk."""
     async_scheduling: bool | None = None
-    """Decide a step while the one before still runs; vLLM's default on GPUs, here off unless asked for."""
+    """Decide a step while the one before still runs; vLLM's default on GPUs since 0.14."""
+    max_num_queued_reqs: Annotated[Count | None, Field(ge=0)] = None
+    """Most requests in the server, waiting and running, over all replicas; one more is rejected (HTTP 503)."""
+    max_num_queued_tokens: Annotated[Count | None, Field(ge=0)] = None
+    """Prompt tokens of requests without a first token from which on new ones are rejected (HTTP 503)."""
+
+
+class ContinuousBatching(_Section):
+    """Requests come and go at every step: vLLM's scheduler."""
+
+    policy: Literal["continuous"] = "continuous"
+    """Which policy."""
+    prefill_first: bool | None = None
+    """Admit whoever fits before anybody decodes, for offline work; prompts are then computed whole (as vLLM V0 did)."""
+
+
+KvReserve = Literal["padded", "max_model_len"]
+Answers = Literal["together", "streamed"]
+
+
+class StaticBatching(_Section):
+    """Batches of a fixed size that run to completion."""
+
+    policy: Literal["static"]
+    """Which policy."""
+    batch_size: Annotated[Count, Field(ge=1)]
+    """Slots of a batch."""
+    batch_timeout: Duration | None = None
+    """Longest wait for company; 0 takes what is there, not given waits until the batch is full."""
+    kv_reserve: KvReserve | None = None
+    """KV that a slot holds: padded prompt plus the largest max_tokens of the batch (padded), or max_model_len."""
+    answers: Answers | None = None
+    """All answers at the end of the batch (together), or tokens as they are made (streamed)."""
+    max_prefill_tokens: Annotated[Count | None, Field(ge=1)] = None
+    """Most prompt tokens of a step, padding included; not given computes all prompts of a batch in one step."""
+
+
+class DynamicBatching(_Section):
+    """Batches formed on demand, as the Triton Inference Server does, that run to completion."""
+
+    policy: Literal["dynamic"]
+    """Which policy."""
+    config: str | None = None
+    """Path of a config.pbtxt, relative to the scenario file; the other keys win over it."""
+    max_batch_size: Annotated[Count | None, Field(ge=1)] = None
+    """Most requests of a batch."""
+    preferred_batch_size: list[Annotated[Count, Field(ge=1)]] | Annotated[Count, Field(ge=1)] | None = None
+    """Sizes that go at once when they can be made."""
+    max_queue_delay_microseconds: Annotated[Count | None, Field(ge=0)] = None
+    """Longest wait for company while no preferred size can be made."""
+    instance_count: Annotated[Count | None, Field(ge=1)] = None
+    """Copies of the model on the GPU, which take turns."""
+    max_queue_size: Annotated[Count | None, Field(ge=0)] = None
+    """Waiting requests beyond which one that comes is rejected; 0 is no limit."""
+    default_timeout_microseconds: Annotated[Count | None, Field(ge=0)] = None
+    """Wait after which timeout_action befalls a request; 0 is never."""
+    timeout_action: Literal["REJECT", "DELAY"] | None = None
+    """Reject it, or put it behind all others."""
+    priority_levels: Annotated[Count | None, Field(ge=0)] = None
+    """Levels from 1, which goes first; 0 is one queue for all."""
+    default_priority_level: Annotated[Count | None, Field(ge=0)] = None
+    """Level of requests whose priority is no level."""
+    kv_reserve: KvReserve | None = None
+    """KV that a slot holds: padded prompt plus the largest max_tokens of the batch (padded), or max_model_len."""
+    answers: Answers | None = None
+    """All answers at the end of the batch (together), or tokens as they are made (streamed)."""
+    max_prefill_tokens: Annotated[Count | None, Field(ge=1)] = None
+    """Most prompt tokens of a step, padding included; not given computes all prompts of a batch in one step."""
+
+
+class SwapBatching(_Section):
+    """Continuous batching in which preempted requests keep their cache in CPU memory, as vLLM V0 could."""
+
+    policy: Literal["swap"]
+    """Which policy."""
+    swap_space: Annotated[Size | None, Field(ge=0)] = None
+    """CPU memory for swapped KV blocks per GPU (vLLM V0's flag of that name)."""
+    num_cpu_blocks: Annotated[Count | None, Field(ge=0)] = None
+    """The same in KV blocks, where no model says how large one is."""
+    pcie_bandwidth: Annotated[Size | None, Field(ge=1)] = None
+    """Bytes per second that copies between GPU and CPU reach, each way, per GPU."""
+    block_bytes: Annotated[Size | None, Field(ge=1)] = None
+    """Bytes of a KV block on one GPU, where no model says it."""
+    prefill_first: bool | None = None
+    """Admit whoever fits before anybody decodes; prompts are then computed whole."""
+
+
+def batching_policy(value: Any) -> str:
+    """Which policy a [batching] table asks for; continuous where it does not say."""
+    policy = value.get("policy", "continuous") if isinstance(value, dict) else getattr(value, "policy", "continuous")
+    return str(policy)
+
+
+Batching = Annotated[
+    Annotated[ContinuousBatching, Tag("continuous")]
+    | Annotated[StaticBatching, Tag("static")]
+    | Annotated[DynamicBatching, Tag("dynamic")]
+    | Annotated[SwapBatching, Tag("swap")],
+    Discriminator(batching_policy),
+]
+
+
+def _acceptance(value: Any) -> Any:
+    """Rates as a number, as a list or as text (0.8/0.6/0.4); other text is the path of a recording."""
+    if not isinstance(value, str):
+        return value
+    try:
+        rates = [float(part) for part in value.split("/")]
+    except ValueError:
+        return value
+    return rates if len(rates) > 1 else rates[0]
+
+
+Acceptance = Annotated[
+    float | list[float] | str,
+    BeforeValidator(_acceptance, json_schema_input_type=float | list[float] | str),
+]
+
+
+class Speculative(_Section):
+    """Speculative decoding: drafts that the model verifies, several tokens of one request in one step."""
+
+    method: Literal["ngram", "eagle", "eagle3", "mtp", "draft_model"] | None = None
+    """Who drafts, as in vLLM's --speculative-config."""
+    num_speculative_tokens: Annotated[Count | None, Field(ge=0)] = None
+    """Tokens drafted for each request and step; 0 is no speculation."""
+    acceptance: Acceptance | None = None
+    """How many drafts hold: one rate for each draft whose predecessors held; a list of the shares of all steps in which
+    the first 1, 2, … drafts held (vLLM's per-position rates); or the path of a recording."""
+    draft_model: str | None = None
+    """The model that drafts, for its time: a bundled one or the path of a config.json."""
+    draft_s: Duration | None = None
+    """Time that drafting adds to a step, in place of an estimate."""
+
+
+class Compare(_Section):
+    """What `windtunnel compare` sets side by side."""
+
+    variants: dict[str, dict[str, Any]] = {}
+    """Names, each with the settings that make the difference."""
+    axis: str | None = None
+    """The key of a setting that is varied."""
+    values: list[Any] = []
+    """What it is set to."""
+    metrics: list[str] = []
+    """Keys of the JSON summary that the figure shows."""
 
 
 class TraceWorkload(_Section):
@@ -143,6 +306,8 @@ class TraceWorkload(_Section):
     """Most requests in flight; a due request waits at the client for its turn."""
     chunk_tokens: Annotated[Count | None, Field(ge=1)] = None
     """Mooncake traces: tokens in a hashed block, if not 512."""
+    request_timeout: Annotated[Duration | None, Field(gt=0)] = None
+    """The client gives a request up if its answer is not complete so long after it was sent."""
     trace_model: str | None = None
     """BurstGPT traces: only the requests of this model."""
     trace_run: Annotated[Count | None, Field(ge=0)] = None
@@ -173,6 +338,8 @@ class SyntheticWorkload(_Section):
     """Priorities and their weights, such as {0 = 0.1, 1 = 0.9}; smaller is more urgent."""
     max_concurrency: Annotated[Count | None, Field(ge=1)] = None
     """Most requests in flight; a due request waits at the client for its turn."""
+    request_timeout: Annotated[Duration | None, Field(gt=0)] = None
+    """The client gives a request up if its answer is not complete so long after it was sent."""
     prefixes: dict[str, Any] | None = None
     """Groups of requests that share the beginning of their prompts."""
     sessions: dict[str, Any] | None = None
@@ -295,14 +462,19 @@ class Scenario(_Section):
     """A short name, for reports."""
     description: str = ""
     """One line on what it is about."""
+    teaches: str = ""
+    """What it shows, for those who want to learn from it."""
     seed: Annotated[Count | None, Field(ge=0)] = None
     """All randomness follows from it."""
     deployment: Deployment = Deployment()
     engine: Engine = Engine()
+    batching: Annotated[Batching, _spec("policy", Batching | str)] = ContinuousBatching()
+    speculative: Annotated[Speculative | None, _spec("method", Speculative | str)] = None
     workload: Workload
     cost: Annotated[Cost, _spec("kind", Cost | str)] = RooflineCost()
     slo: Slo = Slo()
     run: Run = Run()
+    compare: Compare = Compare()
 
 
 WORKLOAD_KINDS: dict[str, type[BaseModel]] = {"trace": TraceWorkload, "synthetic": SyntheticWorkload}
@@ -312,11 +484,20 @@ COST_KINDS: dict[str, type[BaseModel]] = {
     "affine": AffineCost,
     "profile": ProfileCost,
 }
+BATCHING_POLICIES: dict[str, type[BaseModel]] = {
+    "continuous": ContinuousBatching,
+    "static": StaticBatching,
+    "dynamic": DynamicBatching,
+    "swap": SwapBatching,
+}
 SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "deployment": (Deployment,),
     "engine": (Engine,),
+    "batching": tuple(BATCHING_POLICIES.values()),
+    "speculative": (Speculative,),
     "workload": (TraceWorkload, SyntheticWorkload),
     "cost": tuple(COST_KINDS.values()),
     "slo": (Slo,),
     "run": (Run,),
+    "compare": (Compare,),
 }

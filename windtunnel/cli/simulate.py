@@ -86,6 +86,21 @@ def simulate(
             help="Whose defaults: vllm serve or class LLM.",
         ),
     ] = None,
+    engine: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--engine", metavar="vllm-0.N", help="Version of vLLM whose defaults and rules apply."),
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--pipeline-parallel-size", "--pp", "-pp", metavar="N", help="Stages of one replica."),
+    ] = None,
+    data_parallel_size: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--data-parallel-size", "--dp", "-dp", metavar="N", help="Replicas, behind one router."),
+    ] = None,
+    router: Annotated[
+        str | None, _flag(_DEPLOYMENT, "--router", metavar="vllm|round_robin", help="Who serves the next request.")
+    ] = None,
     max_num_seqs: Annotated[
         str | None, _flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
     ] = None,
@@ -146,6 +161,26 @@ def simulate(
             help="Decide a step while the one before still runs (vLLM's default on GPUs).",
         ),
     ] = None,
+    max_num_queued_reqs: Annotated[
+        str | None,
+        _flag(_ENGINE, "--max-num-queued-reqs", metavar="N", help="Most requests in the server; more are rejected."),
+    ] = None,
+    max_num_queued_tokens: Annotated[
+        str | None,
+        _flag(
+            _ENGINE, "--max-num-queued-tokens", metavar="N", help="Prompt tokens in prefill from which on it rejects."
+        ),
+    ] = None,
+    batching: Annotated[
+        str | None,
+        _flag(_ENGINE, "--batching", metavar="POLICY", help="Another policy than continuous batching; see below."),
+    ] = None,
+    speculative_config: Annotated[
+        str | None,
+        _flag(
+            _ENGINE, "--speculative-config", metavar="DRAFTS", help="Speculative decoding; see below, or vLLM's JSON."
+        ),
+    ] = None,
     trace: Annotated[
         str | None, _flag(_WORKLOAD, "--trace", metavar="FILE", help="Replay the requests of this file.")
     ] = None,
@@ -183,6 +218,10 @@ def simulate(
     all_turns: Annotated[
         bool | None,
         _flag(_WORKLOAD, "--all-turns/--no-all-turns", help="ShareGPT: whole conversations, not just first turns."),
+    ] = None,
+    request_timeout: Annotated[
+        str | None,
+        _flag(_WORKLOAD, "--request-timeout", metavar="TIME", help="The client gives up after so long: 30s, 2m."),
     ] = None,
     num_prompts: Annotated[
         str | None, _flag(_WORKLOAD, "--num-prompts", metavar="N", help="Number of synthetic requests.")
@@ -273,6 +312,10 @@ def simulate(
              or ramp:start_rate=1,end_rate=20
     COST     roofline (the default), constant:step_s=10ms, affine:base_s=5ms,token_s=20us
              or profile:path=profile.json
+    POLICY   continuous (the default), static:batch_size=8,batch_timeout=50ms, swap:swap_space=4GiB,
+             dynamic:max_batch_size=16,max_queue_delay_microseconds=500 or dynamic:config=config.pbtxt
+    DRAFTS   eagle3:num_speculative_tokens=3,acceptance=0.7 (a rate for each draft, or 0.8/0.6/0.4 for the
+             first, second, third), ngram:..., mtp:..., draft_model:draft_model=NAME,...
 
     \b
     Examples:
