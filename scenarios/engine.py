@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from windtunnel.scenarios.errors import ScenarioError
 from windtunnel.scenarios.ledger import Ledger
+from windtunnel.scenarios.schema import ContinuousBatching, Scenario
 from windtunnel.sim.deployment.engine_args import (
     BLOCK_SIZE,
     ENGINE_VERSION,
@@ -30,8 +31,12 @@ _BY_DEVICE = (
     "enable_prefix_caching",
 )
 """Knobs whose defaults ``engine_defaults`` knows; the others have those of SchedulerConfig."""
-_OWN_DEFAULTS = {"async_scheduling": "windtunnel default; vLLM's is on for GPUs, off for CPUs"}
 _KEY_OF_FIELD = {"policy": "scheduling_policy"}
+_OF_THE_SERVER = ("max_num_queued_reqs", "max_num_queued_tokens")
+"""Knobs of [engine] that the scheduler does not know: the API server obeys them."""
+_TOLD_ELSEWHERE = ("num_speculative_tokens", "spec_method", "pipeline_parallel_size", "use_v2_model_runner")
+_ASYNC_METHODS = ("eagle", "eagle3", "mtp", "draft_model")
+"""Drafters that asynchronous scheduling works with, by default (vLLM 0.32, ``VllmConfig``)."""
 
 
 class Hardware(NamedTuple):
@@ -40,6 +45,7 @@ class Hardware(NamedTuple):
     model: ModelSpec | None
     gpu: GpuSpec | None
     tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
 
 
 class _Settings(NamedTuple):
@@ -54,23 +60,28 @@ def make_engine(ledger: Ledger, hardware: Hardware) -> tuple[SchedulerConfig, Kv
 
     Raises ScenarioError for knobs that contradict each other, InfeasibleDeployment for what vLLM would not start.
     """
-    settings = _settings(ledger, hardware)
+    settings = _with_policy(ledger, hardware, _settings(ledger, hardware))
     if hardware.model is None or hardware.gpu is None:
         pool, num_blocks = None, _given_blocks(ledger, settings.values)
         source = "num_gpu_blocks_override"
     else:
-        pool = _pool(ledger, hardware.model, hardware.gpu, hardware.tensor_parallel_size, settings.values)
+        pool = _pool(ledger, hardware, settings.values)
         num_blocks = pool.num_gpu_blocks
         source = "windtunnel's memory plan, not measured" if pool.source == "formula" else pool.source
     for key, value in settings.values.items():
+        if key in _TOLD_ELSEWHERE:
+            continue
         ledger.note("engine", _KEY_OF_FIELD.get(key, key), value, settings.sources[key])
     ledger.note("engine", "num_gpu_blocks", num_blocks, source)
     return _config(ledger, {**settings.values, "num_gpu_blocks": num_blocks}), pool
 
 
 def _settings(ledger: Ledger, hardware: Hardware) -> _Settings:
-    given = ledger.loaded.scenario.engine.model_dump()
+    given = ledger.loaded.scenario.engine.model_dump(exclude=set(_OF_THE_SERVER))
     given["policy"] = given.pop("scheduling_policy")
+    batching = ledger.loaded.scenario.batching
+    if given["enable_chunked_prefill"] is None and getattr(batching, "prefill_first", None):
+        given["enable_chunked_prefill"] = False
     if hardware.gpu is None or (hardware.model is None and given["max_model_len"] is None):
         return _bare(ledger, hardware.model, given)
     deployment = ledger.loaded.scenario.deployment
@@ -85,7 +96,34 @@ def _of_scheduler_config(given: Mapping[str, Any], source: str) -> _Settings:
     """What is given, and SchedulerConfig's own defaults for the rest."""
     default = {item.name: item.default for item in fields(SchedulerConfig)}
     values = {key: default[key] if value is None else value for key, value in given.items()}
-    return _Settings(values, {**dict.fromkeys(values, source), **_OWN_DEFAULTS})
+    return _Settings(values, dict.fromkeys(values, source))
+
+
+def _with_policy(ledger: Ledger, hardware: Hardware, settings: _Settings) -> _Settings:
+    """With what drafts, pipeline and batching policy make of the scheduler."""
+    scenario = ledger.loaded.scenario
+    drafts = scenario.speculative
+    values, sources = dict(settings.values), dict(settings.sources)
+    values["num_speculative_tokens"] = (drafts.num_speculative_tokens or 0) if drafts else 0
+    values["spec_method"] = (drafts.method or "ngram") if drafts else "ngram"
+    values["pipeline_parallel_size"] = hardware.pipeline_parallel_size
+    values["use_v2_model_runner"] = hardware.gpu is not None and hardware.pipeline_parallel_size > 1
+    if scenario.engine.async_scheduling is None:
+        values["async_scheduling"], sources["async_scheduling"] = _async_default(scenario, hardware, values)
+    if getattr(scenario.batching, "prefill_first", None) and scenario.engine.enable_chunked_prefill is None:
+        sources["enable_chunked_prefill"] = "prefill_first computes prompts whole"
+    return _Settings(values, sources)
+
+
+def _async_default(scenario: Scenario, hardware: Hardware, settings: Mapping[str, Any]) -> tuple[bool, str]:
+    """Whether steps are decided ahead if nobody says so, and why.  Source: ``VllmConfig`` of vLLM 0.32."""
+    if scenario.batching != ContinuousBatching():
+        return False, "another policy than vLLM's own knows nothing of it"
+    if hardware.gpu is None:
+        return False, f"{VLLM_DEFAULT} without a GPU"
+    if settings["num_speculative_tokens"] and settings["spec_method"] not in _ASYNC_METHODS:
+        return False, f"{VLLM_DEFAULT} with {settings['spec_method']} drafts"
+    return True, f"{VLLM_DEFAULT} on GPUs"
 
 
 def _bare(ledger: Ledger, model: ModelSpec | None, given: Mapping[str, Any]) -> _Settings:
@@ -108,8 +146,11 @@ def _bare(ledger: Ledger, model: ModelSpec | None, given: Mapping[str, Any]) -> 
     return _Settings(values, sources)
 
 
-def _pool(ledger: Ledger, model: ModelSpec, gpu: GpuSpec, size: int, settings: Mapping[str, Any]) -> KvPool:
+def _pool(ledger: Ledger, hardware: Hardware, settings: Mapping[str, Any]) -> KvPool:
     given = ledger.loaded.scenario.deployment
+    assert hardware.model is not None, "make_engine asks for it"
+    assert hardware.gpu is not None, "make_engine asks for it"
+    model, gpu, size = _stage(hardware.model, hardware.pipeline_parallel_size), hardware.gpu, hardware[2]
     share = ledger.pick(
         "deployment", "gpu_memory_utilization", given.gpu_memory_utilization, GPU_MEMORY_UTILIZATION, VLLM_DEFAULT
     )
@@ -132,6 +173,24 @@ def _pool(ledger: Ledger, model: ModelSpec, gpu: GpuSpec, size: int, settings: M
             num_gpu_blocks_override=given.num_gpu_blocks_override,
             kv_cache_memory_bytes=given.kv_cache_memory_bytes,
         ),
+    )
+
+
+def _stage(model: ModelSpec, num_stages: int) -> ModelSpec:
+    """The largest stage of a pipeline: its share of the layers, and embedding and head (which different stages hold).
+
+    Raises ValueError for more stages than layers.
+    """
+    if num_stages == 1:
+        return model
+    if num_stages > model.num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size is {num_stages}, but {model.name} has {model.num_layers} layers: lower it"
+        )
+    return replace(
+        model,
+        num_layers=-(-model.num_layers // num_stages),
+        num_moe_layers=-(-model.num_moe_layers // num_stages),
     )
 
 

@@ -100,7 +100,8 @@ def _plain_keys(schema: Schema) -> Schema:
 
 
 def _title(section: str, definition: Schema) -> str:
-    kind = definition["properties"].get("kind", {})
+    tag = {"batching": "policy"}.get(section, "kind")
+    kind = definition["properties"].get(tag, {})
     which = kind.get("const") or kind.get("default")
     if section == "workload":
         which = "a trace" if "trace" in definition["properties"] else "drawn"

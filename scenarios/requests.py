@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from windtunnel.sim.deployment.model import ModelSpec
 
 DEFAULT_NUM_PROMPTS = 1000
+NS_PER_S = 1_000_000_000
 BENCH_DEFAULT = "vllm bench serve default"
 _READER_ARGUMENTS = {"start": "start_s", "duration": "duration_s"}
 """Keys of a trace workload that read_trace calls by another name."""
@@ -30,14 +31,17 @@ def make_workload(ledger: Ledger, seed: int) -> Workload:
     spec = ledger.loaded.scenario.workload
     for key, value in spec.model_dump(exclude_none=True).items():
         ledger.note("workload", key, value)
-    return _read(ledger, spec) if isinstance(spec, TraceWorkload) else _draw(ledger, spec, seed)
+    workload = _read(ledger, spec) if isinstance(spec, TraceWorkload) else _draw(ledger, spec, seed)
+    if spec.request_timeout is None:
+        return workload
+    return replace(workload, request_timeout_ns=max(1, round(spec.request_timeout * NS_PER_S)))
 
 
 def _read(ledger: Ledger, spec: TraceWorkload) -> Workload:
     from windtunnel.scenarios.workloads.trace import read_trace
 
     path = ledger.loaded.path_of("workload", "trace", spec.trace)
-    given = spec.model_dump(exclude={"trace", "max_concurrency"}, exclude_none=True)
+    given = spec.model_dump(exclude={"trace", "max_concurrency", "request_timeout"}, exclude_none=True)
     options: dict[str, Any] = {_READER_ARGUMENTS.get(key, key): value for key, value in given.items()}
     try:
         workload = ledger.attempt("workload", tuple(given), lambda: read_trace(path, **options))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from windtunnel.scenarios.batching import make_batching, make_drafting
 from windtunnel.scenarios.engine import VLLM_DEFAULT, Hardware, make_engine
 from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
 from windtunnel.scenarios.ledger import WINDTUNNEL_DEFAULT, Entry, Ledger
@@ -23,6 +24,7 @@ from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.protocols import CostModel
 from windtunnel.sim.metrics.slo import GoodputLimits, Slo, parse_slos
 from windtunnel.sim.simulate import check_fits
+from windtunnel.sim.system import System
 from windtunnel.sim.workload import Workload
 
 NS_PER_S = 1_000_000_000
@@ -40,10 +42,10 @@ class Resolved:
     """None where nothing depends on it."""
     gpu: GpuSpec | None
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     kv_pool: KvPool | None
     """The memory plan; None where the number of blocks was given and no model and GPU with it."""
-    config: SchedulerConfig
-    cost: CostModel
+    system: System
     workload: Workload
     slo: tuple[Slo, ...]
     goodput: GoodputLimits | None
@@ -56,10 +58,29 @@ class Resolved:
     notes: tuple[str, ...]
     """What was decided on the way, in sentences for people."""
 
+    @property
+    def config(self) -> SchedulerConfig:
+        """What the scheduler of each replica obeys."""
+        return self.system.config
+
+    @property
+    def cost(self) -> CostModel:
+        """What prices the steps."""
+        return self.system.cost
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.system.num_replicas
+
     def describe(self) -> dict[str, Any]:
         """All of it as plain data, in a fixed order: what a saved run and ``--dry-run --json`` hold."""
         return {
-            "scenario": {"name": self.scenario.name, "description": self.scenario.description},
+            "scenario": {
+                "name": self.scenario.name,
+                "description": self.scenario.description,
+                "teaches": self.scenario.teaches,
+            },
             "seed": self.seed,
             "hardware": self._hardware(),
             "engine": ENGINE_VERSION,
@@ -82,6 +103,9 @@ class Resolved:
             "model": self.model.name if self.model else None,
             "gpu": self.gpu.name if self.gpu else None,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+            "data_parallel_size": self.system.num_replicas,
+            "num_gpus": self.num_gpus,
         }
 
     def _metadata(self) -> dict[str, Any]:
@@ -109,6 +133,7 @@ def resolve(loaded: Loaded) -> Resolved:
     config, pool = make_engine(ledger, hardware)
     _check_context(ledger, hardware.model, config.max_model_len)
     cost = _cost(ledger, hardware)
+    system = _system(ledger, hardware, config, cost, seed)
     slo, goodput = _objectives(ledger)
     workload = make_workload(ledger, seed)
     check_lengths(ledger, workload, config.max_model_len, hardware.model)
@@ -121,8 +146,7 @@ def resolve(loaded: Loaded) -> Resolved:
         seed,
         *hardware,
         pool,
-        config,
-        cost,
+        system,
         workload,
         slo,
         goodput,
@@ -145,7 +169,55 @@ def _hardware(ledger: Ledger) -> Hardware:
     model, gpu = _model(ledger), _gpu(ledger)
     _check_is_complete(ledger, model, gpu)
     size = ledger.pick("deployment", "tensor_parallel_size", given.tensor_parallel_size, 1, VLLM_DEFAULT)
-    return Hardware(model, gpu, size)
+    num_stages = 1 if given.pipeline_parallel_size is None else given.pipeline_parallel_size
+    ledger.note("deployment", "pipeline_parallel_size", given.pipeline_parallel_size)
+    return Hardware(model, gpu, size, num_stages)
+
+
+def _system(ledger: Ledger, hardware: Hardware, config: SchedulerConfig, cost: CostModel, seed: int) -> System:
+    """The engines with their policy, and what stands before them."""
+    deployment, limits = ledger.loaded.scenario.deployment, ledger.loaded.scenario.engine
+    batching, swap_cost = make_batching(ledger, hardware, config)
+    drafting = make_drafting(ledger, hardware, cost, seed)
+    num_replicas = 1 if deployment.data_parallel_size is None else deployment.data_parallel_size
+    ledger.note("deployment", "data_parallel_size", deployment.data_parallel_size)
+    router = deployment.router or "vllm"
+    if num_replicas > 1:
+        ledger.note("deployment", "router", router, f"{VLLM_DEFAULT} (internal load balancing)")
+        _tell_of_lockstep(ledger, hardware)
+    for key in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        ledger.note("engine", key, getattr(limits, key))
+    system = System(
+        config,
+        cost,
+        batching,
+        swap_cost,
+        drafting,
+        num_replicas,
+        router,
+        limits.max_num_queued_reqs,
+        limits.max_num_queued_tokens,
+    )
+    _check_policy(ledger, system)
+    return system
+
+
+def _check_policy(ledger: Ledger, system: System) -> None:
+    """Complain now, not in the middle of a run, of a config that the policy does not support."""
+    try:
+        system.make_scheduler()
+    except ValueError as error:
+        named = [key for key in ("async_scheduling", "enable_chunked_prefill", "max_model_len") if key in str(error)]
+        section = "engine" if named and ledger.loaded.source_of("engine", named[0]) else "batching"
+        raise ledger.blame(str(error), section, *(named if section == "engine" else ("policy",))) from error
+
+
+def _tell_of_lockstep(ledger: Ledger, hardware: Hardware) -> None:
+    if hardware.model is not None and hardware.model.num_moe_layers:
+        ledger.warnings.append(
+            f"{hardware.model.name} is a mixture of experts: vLLM's replicas of such models run their steps together, "
+            "which is not modelled; here each goes at its own pace"
+        )
 
 
 def _model(ledger: Ledger) -> ModelSpec | None:
@@ -209,7 +281,7 @@ def _make_cost(ledger: Ledger, spec: Cost, hardware: Hardware) -> CostModel:
         return constant.AffineCost(**parameters)
     if isinstance(spec, ProfileCost):
         return _profile(ledger, spec.path)
-    model, gpu, size = hardware
+    model, gpu, size = hardware[:3]
     assert model is not None, "_check_is_complete asks for it"
     assert gpu is not None, "_check_is_complete asks for it"
     kv_dtype = ledger.loaded.scenario.deployment.kv_cache_dtype or "auto"

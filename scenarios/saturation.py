@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from windtunnel.sim.engine.config import SchedulerConfig
-from windtunnel.sim.engine.protocols import CostModel
 from windtunnel.sim.records import Outcome, Records
-from windtunnel.sim.simulate import run
+from windtunnel.sim.simulate import serve
+from windtunnel.sim.system import System
 from windtunnel.sim.workload import IntArray, Segment, Workload
 
 NS_PER_S = 1_000_000_000
@@ -37,14 +37,17 @@ MIN_COUNTED = 50
 """Fewer finished requests than this in the window are no answer: their rate would be off by more than about 14 %."""
 
 
-def saturation_request_throughput(workload: Workload, config: SchedulerConfig, cost: CostModel) -> float | None:
-    """Requests per second that the engine finishes when there is always one more waiting, or None if that cannot be
+def saturation_request_throughput(workload: Workload, system: System) -> float | None:
+    """Requests per second that the system finishes when there is always one more waiting, or None if that cannot be
     told from these requests.
 
-    Deterministic: the sample is chosen by position, not drawn.
+    One replica is measured; all together do that many times as much.  Deterministic: the sample is chosen by position,
+    not drawn.
     """
-    sample = saturating_sample(workload, config)
-    return None if not len(sample) else steady_throughput(run(sample, config, cost))
+    alone = replace(system, num_replicas=1, max_num_queued_reqs=None, max_num_queued_tokens=None)
+    sample = saturating_sample(workload, alone.make_scheduler().config)
+    rate = steady_throughput(serve(sample, alone)) if len(sample) else None
+    return None if rate is None else rate * system.num_replicas
 
 
 def steady_throughput(records: Records) -> float | None:
@@ -113,6 +116,7 @@ def _take(workload: Workload, rows: IntArray, num_copies: int) -> Workload:
         num_streams=workload.num_streams * max(num_copies, 1),
         labels=None,
         max_concurrency=None,
+        request_timeout_ns=None,
         notes=(),
     )
 

@@ -95,7 +95,7 @@ def parse_rate(value: float | str) -> float:
 def parse_spec(text: str, key: str) -> dict[str, object]:
     """``NAME`` or ``NAME:field=value,field=value`` as the table it abbreviates, ``{key: NAME, field: value, ...}``.
 
-    Values stay text unless they read as a number.  Raises ValueError for a field without a value.
+    Values stay text unless they read as a number, or are true or false.  Raises ValueError for a field without a value.
     """
     name, _, rest = text.strip().partition(":")
     spec: dict[str, object] = {key: name.strip()}
@@ -108,6 +108,8 @@ def parse_spec(text: str, key: str) -> dict[str, object]:
 
 
 def _number_or_text(text: str) -> object:
+    if text in ("true", "false"):
+        return text == "true"
     for read in (int, float):
         try:
             return read(text)

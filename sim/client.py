@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from simpy.events import Timeout
@@ -19,12 +20,29 @@ CHUNK_ROWS = 4096
 """Rows turned into Python numbers at a time, so that a long workload costs little memory."""
 
 
+class Server(Protocol):
+    """Where requests are sent to."""
+
+    def submit(self, request: Request) -> int:
+        """Take a request in; returns the number of the replica.  Raises ValueError if it is refused."""
+
+    def abort(self, request: Request, replica: int) -> int:
+        """Drop a request; returns the tokens that it had got."""
+
+    def num_emitted_tokens(self, request: Request, replica: int) -> int:
+        """Output tokens that a request has got."""
+
+    def end_of_input(self) -> None:
+        """No more requests will be submitted."""
+
+
 class Client:
-    """Sends a workload to an engine and keeps count of its requests.
+    """Sends a workload to a server and keeps count of its requests.
 
     Open loop: a request goes out when it is due.  With ``max_concurrency`` it also waits for one of that many places
     (as ``vllm bench serve --max-concurrency`` does; its TTFT counts from when it goes out).  A request with
-    ``previous`` is due ``think_ns`` after that one's answer.
+    ``previous`` is due ``think_ns`` after that one's answer.  With ``request_timeout_ns`` a request whose answer is
+    not complete that long after it went out is given up.
     """
 
     def __init__(self, world: World, workload: Workload, block_size: int, log: RequestLog) -> None:
@@ -37,44 +55,50 @@ class Client:
         self._num_in_flight = 0
         self._held: deque[tuple[int, int]] = deque()  # (row, due_ns) of due requests without a place
         self._is_due = np.zeros(len(workload), bool)
-        self._in_engine: dict[int, tuple[Request, int]] = {}  # row -> (request, due_ns)
+        self._timeout_ns = workload.request_timeout_ns
+        self._in_engine: dict[int, _Sent] = {}
         self._followers = _followers(workload)
         self._num_unsent = len(workload)
-        self._submit: Callable[[Request], None] | None = None
-        self._all_sent: Callable[[], None] | None = None
+        self._server: Server | None = None
 
-    def start(self, submit: Callable[[Request], None], all_sent: Callable[[], None] | None = None) -> None:
-        """Begin; ``submit`` hands a request to the engine and raises ValueError if that refuses it.
-
-        ``all_sent`` is called once, after the last request.
-        """
-        self._submit = submit
-        self._all_sent = all_sent
+    def start(self, server: Server) -> None:
+        """Begin to send."""
+        self._server = server
         self._world.process(self._arrivals())
 
     def answered(self, request: Request, end_ns: int) -> None:
         """A request is finished."""
-        self._close(request, Outcome.FINISHED, end_ns)
+        self._close(request, Outcome.FINISHED, end_ns, request.num_emitted)
 
     def rejected(self, request: Request, now_ns: int) -> None:
         """The engine refused a request that it had taken in, because it waited too long."""
-        self._close(request, Outcome.REJECTED, now_ns)
+        self._close(request, Outcome.REJECTED, now_ns, request.num_emitted)
 
-    def write_unfinished(self, num_emitted: Callable[[Request], int]) -> int:
+    def write_unfinished(self) -> int:
         """Log what is still open at the end of the run; returns how many that are."""
-        for request, due_ns in self._in_engine.values():
-            self._log.write(request, Outcome.UNFINISHED, 0, due_ns, -1, num_emitted(request))
+        for request, due_ns, replica in self._in_engine.values():
+            assert self._server is not None
+            num_emitted = self._server.num_emitted_tokens(request, replica)
+            self._log.write(request, Outcome.UNFINISHED, replica, due_ns, -1, num_emitted)
         for row, due_ns in self._held:
             self._write_unsent(row, due_ns)
         for row in (~self._is_due).nonzero()[0].tolist():
             self._write_unsent(row, int(self._workload.arrival_ns[row]))
         return len(self._workload) - self.num_done
 
-    def _close(self, request: Request, outcome: Outcome, now_ns: int) -> None:
+    def _close(self, request: Request, outcome: Outcome, now_ns: int, num_emitted: int) -> None:
         row = int(request.request_id)
-        _, due_ns = self._in_engine.pop(row)
-        self._log.write(request, outcome, 0, due_ns, now_ns, request.num_emitted)
+        _, due_ns, replica = self._in_engine.pop(row)
+        self._log.write(request, outcome, replica, due_ns, now_ns, num_emitted)
         self._leave(row)
+
+    def _give_up(self, row: int) -> None:
+        """The client's patience is over, unless the answer is there."""
+        sent = self._in_engine.get(row)
+        if sent is not None:
+            assert self._server is not None
+            num_emitted = self._server.abort(sent.request, sent.replica)
+            self._close(sent.request, Outcome.ABORTED, self._world.now_ns, num_emitted)
 
     def _write_unsent(self, row: int, due_ns: int) -> None:
         prompt, priority = self._workload.num_prompt_tokens, self._workload.priority
@@ -96,19 +120,21 @@ class Client:
             self._send(row, self._world.now_ns)
 
     def _send(self, row: int, due_ns: int) -> None:
-        assert self._submit is not None
+        assert self._server is not None
         request = self._request(row)
         self._num_in_flight += 1
         try:
-            self._submit(request)
+            replica = self._server.submit(request)
         except ValueError:
-            self._log.write(request, Outcome.REJECTED, 0, due_ns, self._world.now_ns, 0)
+            self._log.write(request, Outcome.REJECTED, -1, due_ns, self._world.now_ns, 0)
             self._leave(row)
         else:
-            self._in_engine[row] = (request, due_ns)
+            self._in_engine[row] = _Sent(request, due_ns, replica)
+            if self._timeout_ns is not None:
+                self._world.call_in(self._timeout_ns, self._give_up, row)
         self._num_unsent -= 1
-        if not self._num_unsent and self._all_sent is not None:
-            self._all_sent()
+        if not self._num_unsent:
+            self._server.end_of_input()
 
     def _leave(self, row: int) -> None:
         self.num_done += 1
@@ -142,6 +168,14 @@ class Client:
         if content is None or not content[row]:
             return PrivateKeys(own)
         return StreamKeys(content[row], own, self._block_size)
+
+
+class _Sent(NamedTuple):
+    """A request that is in a server."""
+
+    request: Request
+    due_ns: int
+    replica: int
 
 
 def _scheduled(workload: Workload) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Generic
 
@@ -12,6 +13,7 @@ from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.plan import StepPlan
 from windtunnel.sim.engine.request import Request
 from windtunnel.sim.records import (
+    DraftTable,
     IntArray,
     Outcome,
     PreemptionTable,
@@ -111,6 +113,9 @@ class ReplicaLog:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._steps = Rows(StepTable)
+        self._num_verified: list[int] = []
+        self._num_accepted: list[int] = []
+        self._last_end_ns = 0
         self._spans = Rows(SpanTable)
         self._preemptions = Rows(PreemptionTable)
 
@@ -123,9 +128,15 @@ class ReplicaLog:
         num_waiting: int,
         num_free: int,
         num_free_cached: int,
+        drafts: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """A step that ran, with the state of the engine while it did."""
-        shape = plan.shape
+        """A step that ran, with the state of the engine while it did and the (verified, accepted) tokens of drafts."""
+        shape, num_verified, num_accepted = plan.shape, 0, 0
+        if drafts:
+            num_verified, num_accepted = self._count_drafts(drafts)
+        if start_ns < self._last_end_ns:
+            start_ns = self._last_end_ns
+        self._last_end_ns = end_ns
         self._steps.append(
             (
                 start_ns,
@@ -139,8 +150,24 @@ class ReplicaLog:
                 num_free,
                 num_free_cached,
                 len(plan.preemptions),
+                num_verified,
+                num_accepted,
+                plan.num_swapped_in_blocks,
+                plan.num_swapped_out_blocks,
             )
         )
+
+    def _count_drafts(self, drafts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Book drafts by position; returns the tokens verified and accepted in all."""
+        longest = max(verified for verified, _ in drafts)
+        for counts in (self._num_verified, self._num_accepted):
+            counts += [0] * (longest - len(counts))
+        for verified, accepted in drafts:
+            for position in range(verified):
+                self._num_verified[position] += 1
+            for position in range(accepted):
+                self._num_accepted[position] += 1
+        return sum(verified for verified, _ in drafts), sum(accepted for _, accepted in drafts)
 
     def write_preemptions(self, plan: StepPlan, now_ns: int) -> None:
         """The plan's preemptions."""
@@ -169,6 +196,11 @@ class ReplicaLog:
             steps=self._steps.table(),
             spans=self._spans.table(order_by=("first_step", "request")),
             preemptions=self._preemptions.table(),
+            drafts=DraftTable(
+                np.arange(len(self._num_verified), dtype=np.int64),
+                np.array(self._num_verified, np.int64),
+                np.array(self._num_accepted, np.int64),
+            ),
             num_usable_blocks=self._config.num_usable_blocks,
             block_size=self._config.block_size,
             max_num_seqs=self._config.max_num_seqs,

@@ -69,7 +69,10 @@ class RequestTable:
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """One row a step of one replica, in order.  State columns are as they were while the step ran."""
+    """One row a step of one replica, in order.  State columns are as they were while the step ran.
+
+    Steps of a pipeline overlap; each then starts, here, when the one before it ends, so that durations add up.
+    """
 
     start_ns: IntArray
     end_ns: IntArray
@@ -85,6 +88,14 @@ class StepTable:
     """Those of the free blocks that still hold a findable prefix."""
     num_preempted: IntArray
     """Requests preempted by the decision for this step."""
+    num_draft_tokens: IntArray
+    """Draft tokens that the step verified (speculative decoding)."""
+    num_accepted_tokens: IntArray
+    """Those of them that held."""
+    num_swapped_in_blocks: IntArray
+    """KV blocks copied from the CPU before the step (swapping)."""
+    num_swapped_out_blocks: IntArray
+    """KV blocks copied to the CPU before the step."""
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -92,7 +103,10 @@ class StepTable:
 
 @dataclass(frozen=True, slots=True)
 class SpanTable:
-    """Runs of tokens: ``request`` got one token at the end of each of the steps first_step … first_step + count - 1."""
+    """Runs of tokens: ``request`` got one at the end of each of the steps first_step … first_step + count - 1.
+
+    With speculative decoding a step may yield several tokens of one request; they come at once and count as one.
+    """
 
     request: IntArray
     first_step: IntArray
@@ -125,12 +139,26 @@ class PreemptionTable:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTable:
+    """One row a position of a draft, from 0: how often it was verified, and how often it held."""
+
+    position: IntArray
+    num_verified: IntArray
+    num_accepted: IntArray
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaRecords:
     """What one replica did, and what it was."""
 
     steps: StepTable
     spans: SpanTable
     preemptions: PreemptionTable
+    drafts: DraftTable
+    """Empty without speculative decoding."""
     num_usable_blocks: int
     block_size: int
     max_num_seqs: int
@@ -150,7 +178,7 @@ class Records:
     preempting each other without ever getting a token.  vLLM would spin for ever."""
 
 
-AnyTable = RequestTable | StepTable | SpanTable | PreemptionTable
+AnyTable = RequestTable | StepTable | SpanTable | PreemptionTable | DraftTable
 Table = TypeVar("Table", bound=AnyTable)
 
 

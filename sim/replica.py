@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from simpy.events import Event
 
-from windtunnel.sim.engine.plan import StepPlan, StepResult
+from windtunnel.sim.engine.plan import Speculated, StepPlan, StepResult
 from windtunnel.sim.engine.protocols import EngineLoad, Executor, SchedulerProtocol
 from windtunnel.sim.engine.request import Request
 from windtunnel.sim.log import ReplicaLog
@@ -65,7 +65,7 @@ class Replica:
         self.is_stuck = False
         """Whether it gave up because its requests only keep preempting each other."""
         self._num_in_vain = 0  # preemptions since the last step that yielded a token
-        self._free_ns = 0  # when the executor has done all that it was given
+        self._free_ns = [0] * scheduler.config.pipeline_parallel_size  # when each stage has done all it was given
         self._asleep: Occurrence | None = None
         self._alarm_ns = -1  # when the latest alarm rings
         world.process(self._serve())
@@ -83,6 +83,14 @@ class Replica:
         self.scheduler.add(request)
         self._wake_up()
 
+    def abort(self, request: Request) -> int:
+        """Drop a request; what the step in progress computes for it is lost.  Returns the tokens that it had got."""
+        num_emitted = self.scheduler.num_emitted_tokens(request)
+        self._log.write_spans(request, self.scheduler.token_spans(request))
+        self.scheduler.abort(request)
+        self._wake_up()
+        return num_emitted
+
     def end_of_input(self) -> None:
         """No more requests will be submitted."""
         self.scheduler.end_of_input()
@@ -95,7 +103,7 @@ class Replica:
         """
         world, scheduler, depth = self._world, self.scheduler, self.scheduler.max_steps_under_way
         under_way: deque[_Step | None] = deque()  # None for a decision to compute nothing, which takes a place as well
-        now_ns = self._free_ns = world.now_ns  # ahead of the world while nothing can come in or go out
+        now_ns = world.now_ns  # ahead of the world while nothing can come in or go out
         while self._num_in_vain <= LIVELOCK_PREEMPTIONS:
             step = None
             num_known = scheduler.num_requests  # those that come while it waits do not count
@@ -136,10 +144,21 @@ class Replica:
         if plan.shape.num_sampled:
             self._num_in_vain = 0
         load = self.scheduler.load()
-        start_ns = max(now_ns, self._free_ns)
+        start_ns = max(now_ns, self._free_ns[0])
         result = self.executor.execute(plan)
-        self._free_ns = start_ns + result.step_ns
-        return _Step(plan, start_ns, self._free_ns, result, load)
+        return _Step(plan, start_ns, self._pass_stages(start_ns, result.step_ns), result, load)
+
+    def _pass_stages(self, start_ns: int, step_ns: int) -> int:
+        """When a step that begins now leaves the last stage; stages take equal parts of it, one step at a time each."""
+        free_ns, num_stages = self._free_ns, len(self._free_ns)
+        if num_stages == 1:
+            free_ns[0] = start_ns + step_ns
+            return free_ns[0]
+        end_ns = start_ns
+        for stage in range(num_stages):
+            part_ns = step_ns * (stage + 1) // num_stages - step_ns * stage // num_stages
+            end_ns = free_ns[stage] = max(end_ns, free_ns[stage]) + part_ns
+        return end_ns
 
     def _reject(self, plan: StepPlan, now_ns: int) -> Generator[Event, Any, None]:
         """Tell whom the decision refused, once the world has come to this time."""
@@ -153,7 +172,9 @@ class Replica:
         for request in self.scheduler.commit(step.plan, end_ns, step.result.speculated):
             log.write_spans(request, request.spans)
             self._on_finish(request, end_ns)
-        log.write_step(step.plan, step.start_ns, end_ns, *step.load)
+        plan = step.plan
+        drafts = _verified(plan, step.result.speculated) if plan.num_drafts else ()
+        log.write_step(plan, step.start_ns, end_ns, *step.load, drafts)
 
     def _sleep(self, alarm_ns: int | None = None) -> Generator[Event, Any, int]:
         """Wait until a request comes, or until ``alarm_ns``; returns when that is."""
@@ -186,3 +207,13 @@ class Replica:
         event = Occurrence(self._world)
         event.callbacks = [lambda _: action()]
         event.fire(then_ns - self._world.now_ns, STEP_END + self.number)
+
+
+def _verified(plan: StepPlan, speculated: Speculated | None) -> list[tuple[int, int]]:
+    """(tokens verified, tokens accepted) of each draft but those that only filled the batch."""
+    accepted = speculated.num_accepted if speculated else {}
+    return [
+        (num_drafts, accepted.get(request, 0))
+        for request, num_drafts in plan.num_drafts.items()
+        if request not in plan.padded
+    ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from windtunnel.sim.client import Client
+from windtunnel.sim.cluster import Cluster
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.per_request import make_scheduler
 from windtunnel.sim.engine.protocols import CostModel, Executor, SchedulerProtocol
@@ -13,6 +15,7 @@ from windtunnel.sim.log import ReplicaLog, RequestLog
 from windtunnel.sim.records import Records
 from windtunnel.sim.replica import Replica
 from windtunnel.sim.simulated import SimExecutor
+from windtunnel.sim.system import System
 from windtunnel.sim.workload import Workload
 from windtunnel.sim.world import World
 
@@ -33,37 +36,85 @@ def run(
     executor: Executor | None = None,
     scheduler: SchedulerProtocol | None = None,
 ) -> Records:
-    """Serve the workload to the end, or to ``horizon_ns``, and say what happened.
+    """Serve the workload on one engine with continuous batching; see ``serve``.
 
     ``executor`` defaults to the simulated one over ``cost``, and ``scheduler`` to the continuous batching that the
-    config asks for; one that is given must be unused and made for the same KV pool.  ``progress(done, total)`` is
-    called now and then with the number of requests that are finished.  The same arguments give the same records.
+    config asks for; one that is given must be unused and made for the same KV pool.
 
-    Raises RequestTooLarge, before anything runs, for a request that needs more KV blocks than there are, and
-    ValueError for a scheduler that is in use or has another pool.
+    Raises RequestTooLarge as ``serve``, and ValueError for a scheduler that is in use or has another pool.
     """
     check_fits(workload, config)
     if scheduler is None:
         scheduler = make_scheduler(config)
     else:
         _check_scheduler(scheduler, config)
-    world = World()
-    requests, log = RequestLog(), ReplicaLog(scheduler.config)
-    client = Client(world, workload, config.block_size, requests)
+    engine = _Engine(scheduler, executor or SimExecutor(cost))
+    return _run(workload, (engine,), _PLAIN, horizon_ns, progress)
+
+
+def serve(
+    workload: Workload, system: System, *, horizon_ns: int | None = None, progress: Progress | None = None
+) -> Records:
+    """Serve the workload to the end, or to ``horizon_ns``, and say what happened.
+
+    ``progress(done, total)`` is called now and then with the number of requests that are finished.  The same arguments
+    give the same records.
+
+    Raises RequestTooLarge, before anything runs, for a request that needs more KV blocks than there are, and
+    ValueError for a config that the policy does not support.
+    """
+    check_fits(workload, system.config)
+    engines = [_Engine(system.make_scheduler(), system.make_executor()) for _ in range(system.num_replicas)]
+    front = _Front(system.router, system.max_num_queued_reqs, system.max_num_queued_tokens)
+    return _run(workload, engines, front, horizon_ns, progress)
+
+
+class _Engine(NamedTuple):
+    scheduler: SchedulerProtocol
+    executor: Executor
+
+
+class _Front(NamedTuple):
+    """What stands before the engines, as ``Cluster`` takes it."""
+
+    router: str
+    max_num_queued_reqs: int | None
+    max_num_queued_tokens: int | None
+
+
+_PLAIN = _Front("vllm", None, None)
+
+
+def _run(
+    workload: Workload,
+    engines: Sequence[_Engine],
+    front: _Front,
+    horizon_ns: int | None,
+    progress: Progress | None,
+) -> Records:
+    world, requests = World(), RequestLog()
+    client = Client(world, workload, engines[0].scheduler.config.block_size, requests)
     on_finish = client.answered if progress is None else _reporting(client, len(workload), progress)
-    replica = Replica(world, 0, scheduler, executor or SimExecutor(cost), log, on_finish, client.rejected)
-    client.start(replica.submit, replica.end_of_input)
+    logs = [ReplicaLog(engine.scheduler.config) for engine in engines]
+    replicas = [
+        Replica(world, number, engine.scheduler, engine.executor, log, on_finish, client.rejected)
+        for number, (engine, log) in enumerate(zip(engines, logs, strict=True))
+    ]
+    client.start(Cluster(world, replicas, *front))
     world.run(until=horizon_ns)
-    num_open = client.write_unfinished(scheduler.num_emitted_tokens)
-    for request in scheduler.requests():
-        log.write_spans(request, scheduler.token_spans(request))
-    stalled = num_open > 0 and (horizon_ns is None or replica.is_stuck or replica.is_helpless)
-    table, steps = requests.table(), log.records()
+    num_open = client.write_unfinished()
+    for replica, log in zip(replicas, logs, strict=True):
+        for request in replica.scheduler.requests():
+            log.write_spans(request, replica.scheduler.token_spans(request))
+    is_stuck = any(replica.is_stuck or replica.is_helpless for replica in replicas)
+    stalled = num_open > 0 and (horizon_ns is None or is_stuck)
+    table, done = requests.table(), tuple(log.records() for log in logs)
     if num_open and horizon_ns is not None:
         end_ns = horizon_ns
     else:
-        end_ns = max(int(table.finish_ns.max(initial=0)), int(steps.steps.end_ns.max(initial=0)))
-    return Records(table, (steps,), end_ns, stalled)
+        last_ends_ns = [int(records.steps.end_ns.max(initial=0)) for records in done]
+        end_ns = max(int(table.finish_ns.max(initial=0)), *last_ends_ns)
+    return Records(table, done, end_ns, stalled)
 
 
 def check_fits(workload: Workload, config: SchedulerConfig) -> None:

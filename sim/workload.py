@@ -43,6 +43,8 @@ class Workload:
     """The requests' names in their source, for reports; None when the row number says as much."""
     max_concurrency: int | None = None
     """A client-side limit on requests in flight: a due request waits at the client for its turn (closed loop)."""
+    request_timeout_ns: int | None = None
+    """How long after sending the client gives a request up whose answer is not complete; None is never."""
     source: str = "synthetic"
     """Where it comes from, for reports."""
     notes: tuple[str, ...] = field(default=())
@@ -78,6 +80,8 @@ class Workload:
             raise ValueError(f"content has {len(self.content)} rows, arrival_ns has {n}")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ValueError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
+        if self.request_timeout_ns is not None and self.request_timeout_ns < 1:
+            raise ValueError(f"request_timeout_ns must be at least 1, got {self.request_timeout_ns}")
 
 
 def workload(
@@ -93,6 +97,7 @@ def workload(
     num_streams: int = 0,
     labels: tuple[str, ...] | None = None,
     max_concurrency: int | None = None,
+    request_timeout_ns: int | None = None,
     source: str = "synthetic",
     notes: tuple[str, ...] = (),
 ) -> Workload:
@@ -112,6 +117,7 @@ def workload(
         num_streams=num_streams,
         labels=labels,
         max_concurrency=max_concurrency,
+        request_timeout_ns=request_timeout_ns,
         source=source,
         notes=notes,
     )

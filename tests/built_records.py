@@ -9,6 +9,7 @@ import numpy as np
 
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.records import (
+    DraftTable,
     Outcome,
     PreemptionTable,
     Records,
@@ -59,9 +60,9 @@ def single_server(arrival_ns: np.ndarray, service_ns: np.ndarray) -> tuple[Recor
         **columns(n, due_ns=arrival_ns, arrival_ns=arrival_ns, scheduled_ns=start, first_token_ns=end, finish_ns=end)
     )
     waiting = np.searchsorted(arrival_ns, start, side="right") - np.arange(1, n + 1)
-    steps = StepTable(start, end, one, waiting, none, none, one, 10 * one, 90 * one, none, none)
+    steps = StepTable(start, end, one, waiting, none, none, one, 10 * one, 90 * one, *[none] * 6)
     spans = SpanTable(np.arange(n), np.arange(n), one)
-    replica = ReplicaRecords(steps, spans, empty_table(PreemptionTable), 100, 16, 1, 64)
+    replica = ReplicaRecords(steps, spans, empty_table(PreemptionTable), empty_table(DraftTable), 100, 16, 1, 64)
     return Records(requests, (replica,), int(end.max(initial=0))), workload(arrival_ns, 10 * one, one)
 
 
@@ -96,7 +97,9 @@ def token_records(*requests: tuple[int, list[int]], step_ns: int = 10 * MS, num_
     state = {name: np.zeros(num_steps, np.int64) for name in StepTable.__dataclass_fields__}
     state |= {"start_ns": start, "end_ns": start + step_ns, "num_free_blocks": np.full(num_steps, 50)}
     span_table = SpanTable(*np.array(spans, np.int64).reshape(-1, 3).T)
-    replica = ReplicaRecords(StepTable(**state), span_table, empty_table(PreemptionTable), 100, 16, 8, 64)
+    replica = ReplicaRecords(
+        StepTable(**state), span_table, empty_table(PreemptionTable), empty_table(DraftTable), 100, 16, 8, 64
+    )
     return Records(table, (replica,), int(table.finish_ns.max()))
 
 

@@ -114,7 +114,7 @@ def test_a_saved_run_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
     assert run.slo_passed is False
     assert loaded.slo_passed is False
     assert run.resolved == loaded.resolved
-    for name in ("requests", "steps", "spans", "preemptions"):
+    for name in ("requests", "steps", "spans", "preemptions", "drafts"):
         assert getattr(run, name).equals(getattr(loaded, name)), name
     assert run.saturation_request_throughput == loaded.saturation_request_throughput is not None
     assert loaded.records.end_ns == run.records.end_ns
@@ -124,7 +124,7 @@ def test_equal_runs_are_saved_as_equal_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         wt.simulate(small(), seed=3).save(tmp_path / name)
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    expected = {"preemptions", "requests", "spans", "steps", "workload"}
+    expected = {"drafts", "preemptions", "requests", "spans", "steps", "workload"}
     assert {f"{name}.parquet" for name in expected} | {"summary.json", "scenario.resolved.json"} == set(
         files(tmp_path / "a")
     )
@@ -225,7 +225,7 @@ def test_saving_in_another_format_leaves_one_run_and_what_is_not_ours(tmp_path: 
     (tmp_path / "mine.csv").write_text("mine")
     run.save(tmp_path)
     assert [path.name for path in tmp_path.glob("*.csv")] == ["mine.csv"]
-    assert len(list(tmp_path.glob("*.parquet"))) == 5
+    assert len(list(tmp_path.glob("*.parquet"))) == 6
     (tmp_path / "requests.csv").write_text("mine too")
     run.save(tmp_path)
     assert (tmp_path / "requests.csv").read_text() == "mine too"

@@ -120,7 +120,7 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("table", ["requests", "steps", "spans", "preemptions", "workload"])
+@pytest.mark.parametrize("table", ["requests", "steps", "spans", "preemptions", "drafts", "workload"])
 def test_every_column_of_the_run_folder_is_described(table: str, saved_run: Path) -> None:
     described = columns_described(table)
     assert list(described) == pq.read_schema(saved_run / f"{table}.parquet").names

@@ -44,6 +44,7 @@ from windtunnel.sim.metrics.load import in_flight, level_over_time
 from windtunnel.sim.metrics.sample import sample, weighted_sample
 from windtunnel.sim.metrics.stability import judge
 from windtunnel.sim.records import (
+    DraftTable,
     Outcome,
     PreemptionTable,
     Records,
@@ -169,7 +170,14 @@ def records_of_bench_result(result: dict) -> Records:
     state = {name: np.zeros(len(ends), np.int64) for name in StepTable.__dataclass_fields__}
     state |= {"start_ns": np.concatenate(([0], ends[:-1])), "end_ns": ends}
     replica = ReplicaRecords(
-        StepTable(**state), SpanTable(*np.array(spans, np.int64).T), empty_table(PreemptionTable), 100, 16, 8, 64
+        StepTable(**state),
+        SpanTable(*np.array(spans, np.int64).T),
+        empty_table(PreemptionTable),
+        empty_table(DraftTable),
+        100,
+        16,
+        8,
+        64,
     )
     return Records(table, (replica,), int(ends[-1]))
 
@@ -751,7 +759,14 @@ def test_a_long_run_is_summarised_without_a_list_of_its_tokens() -> None:
     state = {name: np.zeros(num_steps, np.int64) for name in StepTable.__dataclass_fields__}
     spans = SpanTable(np.arange(n), first, count)
     replica = ReplicaRecords(
-        StepTable(**state | {"start_ns": start, "end_ns": end}), spans, empty_table(PreemptionTable), 100, 16, 8, 64
+        StepTable(**state | {"start_ns": start, "end_ns": end}),
+        spans,
+        empty_table(PreemptionTable),
+        empty_table(DraftTable),
+        100,
+        16,
+        8,
+        64,
     )
     records = Records(table, (replica,), int(end[-1]))
     load = workload_of(records)

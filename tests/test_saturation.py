@@ -9,6 +9,7 @@ from windtunnel.scenarios.saturation import saturating_sample, saturation_reques
 from windtunnel.sim.cost.constant import AffineCost, ConstantCost
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.simulate import run
+from windtunnel.sim.system import System
 from windtunnel.sim.workload import Workload, workload
 
 
@@ -23,25 +24,29 @@ def spaced(n: int, prompt: int = 100, output: int = 50, gap_ns: int = 10**9) -> 
 
 def test_one_seat_serves_one_request_after_the_other() -> None:
     # 50 output tokens are 50 steps of 10 ms: the prompt fits one step, which yields the first token
-    assert pytest.approx(2.0) == saturation_request_throughput(spaced(20), config(max_num_seqs=1), ConstantCost(0.01))
+    assert pytest.approx(2.0) == saturation_request_throughput(
+        spaced(20), System(config(max_num_seqs=1), ConstantCost(0.01))
+    )
 
 
 def test_n_seats_serve_n_times_as_many() -> None:
     wide = config(max_num_seqs=16, max_num_batched_tokens=100_000)
-    assert pytest.approx(32.0, rel=0.02) == saturation_request_throughput(spaced(20), wide, ConstantCost(0.01))
+    assert pytest.approx(32.0, rel=0.02) == saturation_request_throughput(spaced(20), System(wide, ConstantCost(0.01)))
 
 
 def test_the_rate_at_which_requests_come_does_not_matter() -> None:
     cost = AffineCost(0.005, 1e-5)
     slow, fast = spaced(300, gap_ns=10**9), spaced(300, gap_ns=10**6)
-    assert saturation_request_throughput(slow, config(), cost) == saturation_request_throughput(fast, config(), cost)
+    assert saturation_request_throughput(slow, System(config(), cost)) == saturation_request_throughput(
+        fast, System(config(), cost)
+    )
 
 
 def test_a_few_requests_tell_what_a_long_overload_shows() -> None:
     rng = np.random.default_rng(1)
     prompt, output = rng.integers(50, 800, 60), rng.integers(20, 400, 60)
     engine, cost = config(max_num_seqs=64, num_gpu_blocks=1000), AffineCost(0.005, 2e-5, 0.0, 1e-7)
-    estimate = saturation_request_throughput(workload(np.arange(60) * 10**9, prompt, output), engine, cost)
+    estimate = saturation_request_throughput(workload(np.arange(60) * 10**9, prompt, output), System(engine, cost))
     long = run(workload(np.zeros(6000), np.tile(prompt, 100), np.tile(output, 100)), engine, cost)
     finish_s = np.sort(long.requests.finish_ns) / 1e9
     truth = 4000 / (finish_s[4999] - finish_s[999])
@@ -92,9 +97,11 @@ def test_prompts_that_the_engine_refuses_do_not_count() -> None:
     mixed = workload([0, 1], [100, 5000], [50, 50])
     only = workload([0], [100], [50])
     engine, cost = config(max_model_len=1000), ConstantCost(0.01)
-    assert saturation_request_throughput(only, engine, cost) == saturation_request_throughput(mixed, engine, cost)
+    assert saturation_request_throughput(only, System(engine, cost)) == saturation_request_throughput(
+        mixed, System(engine, cost)
+    )
 
 
 def test_where_nothing_can_be_served_there_is_no_answer() -> None:
     refused = workload([0], [5000], [5])
-    assert saturation_request_throughput(refused, config(max_model_len=1000), ConstantCost(0.01)) is None
+    assert saturation_request_throughput(refused, System(config(max_model_len=1000), ConstantCost(0.01))) is None

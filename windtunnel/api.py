@@ -58,11 +58,11 @@ def simulate(
 def execute(resolved: Resolved, *, progress: Progress | None = None) -> Run:
     """Run a resolved scenario; what ``simulate`` does once every setting is known."""
     from windtunnel.scenarios.saturation import saturation_request_throughput
-    from windtunnel.sim.simulate import run
+    from windtunnel.sim.simulate import serve
 
-    workload, config, cost = resolved.workload, resolved.config, resolved.cost
-    records = run(workload, config, cost, horizon_ns=resolved.horizon_ns, progress=progress)
-    saturation = saturation_request_throughput(workload, config, cost) if resolved.measures_saturation else None
+    workload, system = resolved.workload, resolved.system
+    records = serve(workload, system, horizon_ns=resolved.horizon_ns, progress=progress)
+    saturation = saturation_request_throughput(workload, system) if resolved.measures_saturation else None
     return Run(records, workload, {"windtunnel_version": __version__, **resolved.describe()}, saturation)
 
 
@@ -143,6 +143,11 @@ class Run:
         """One row a preemption."""
         return _frame(replica_columns(self.records, "preemptions"))
 
+    @cached_property
+    def drafts(self) -> pd.DataFrame:
+        """One row a position of a draft: how often it was verified and how often it held."""
+        return _frame(replica_columns(self.records, "drafts"))
+
     def save(self, folder: str | Path, *, force: bool = False, records_format: RecordsFormat = "parquet") -> None:
         """Write the run into a folder that ``load_run`` and ``windtunnel report`` read; its tables as Parquet or CSV.
 
@@ -167,7 +172,7 @@ class Run:
         return ReportContext(
             title=told["scenario"]["name"],
             model=hardware["model"] or "",
-            gpu=f"{hardware['tensor_parallel_size']} x {hardware['gpu']}" if hardware["gpu"] else "",
+            gpu=f"{hardware['num_gpus']} x {hardware['gpu']}" if hardware["gpu"] else "",
             engine=told["engine"],
             cost_model=told["metadata"]["cost_model"],
             calibrated=told["metadata"]["cost_model_calibrated"],

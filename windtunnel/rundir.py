@@ -1,9 +1,9 @@
 """A run on disk: a folder of tables (Parquet or CSV) and JSON that reports are made from later.
 
-``workload`` holds what was asked (which prompts begin alike is left out), ``requests``, ``steps``, ``spans`` and
-``preemptions`` what happened (whole nanoseconds; the latter three with a ``replica`` column), ``summary.json`` the
-summary, ``scenario.resolved.json`` every setting with its source, the seed and the version.  Equal runs give equal
-bytes.  docs/run-folder.md describes every column.
+``workload`` holds what was asked (which prompts begin alike is left out), ``requests``, ``steps``, ``spans``,
+``preemptions`` and ``drafts`` what happened (whole nanoseconds; all but the first with a ``replica`` column),
+``summary.json`` the summary, ``scenario.resolved.json`` every setting with its source, the seed and the version.
+Equal runs give equal bytes.  docs/run-folder.md describes every column.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from windtunnel.sim.records import (
+    DraftTable,
     Outcome,
     PreemptionTable,
     Records,
@@ -37,7 +38,7 @@ RecordsFormat = Literal["parquet", "csv"]
 NS_PER_S = 1_000_000_000
 RESOLVED_FILE = "scenario.resolved.json"
 SUMMARY_FILE = "summary.json"
-_REPLICA_TABLES = {"steps": StepTable, "spans": SpanTable, "preemptions": PreemptionTable}
+_REPLICA_TABLES = {"steps": StepTable, "spans": SpanTable, "preemptions": PreemptionTable, "drafts": DraftTable}
 _WORKLOAD_COLUMNS = (
     "arrival_ns",
     "num_prompt_tokens",
@@ -257,7 +258,7 @@ def _request_seconds(records: Records) -> dict[str, Any]:
 
 
 def replica_columns(records: Records, name: str) -> dict[str, Any]:
-    """Columns of ``steps``, ``spans`` or ``preemptions`` of all replicas below each other, ``replica`` first."""
+    """Columns of a table of the replicas, all of them below each other, ``replica`` first."""
     tables = [getattr(replica, name) for replica in records.replicas]
     numbers = [np.full(len(table), index, np.int64) for index, table in enumerate(tables)]
     columns = [table_columns(table) for table in tables]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from windtunnel.sim.engine.request import Request
+
+NO_DRAFTS: Mapping[Request, int] = MappingProxyType({})
 
 
 class StepShape(NamedTuple):
@@ -85,6 +88,10 @@ class StepPlan:
     """KV blocks that come back from the CPU before the step.  Only some schedulers do that."""
     num_swapped_out_blocks: int = 0
     """KV blocks that go to the CPU before the step."""
+    num_drafts: Mapping[Request, int] = NO_DRAFTS
+    """Draft tokens that the step verifies.  Only speculative decoding has any."""
+    padded: Sequence[Request] = ()
+    """Requests whose drafts only fill the batch; none of them can be accepted."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -120,6 +127,7 @@ class StepResult(NamedTuple):
     """What an executor answers: how long the step took, and how the drafts fared if there were any."""
 
     step_ns: int
+    """From its begin to its end; of a pipeline, through all stages."""
     speculated: Speculated | None = None
 
 
