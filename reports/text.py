@@ -9,7 +9,7 @@ from textwrap import wrap
 from windtunnel.reports.context import ReportContext
 from windtunnel.reports.words import NOTHING, count, digits, milliseconds
 from windtunnel.sim.metrics import LatencyStats, SloResult, Summary, Verdict
-from windtunnel.sim.metrics.summary import percent_word
+from windtunnel.sim.metrics.summary import SpeculationStats, percent_word
 
 WIDTH = 50
 LABEL_WIDTH = 40
@@ -35,7 +35,7 @@ def render_text(summary: Summary, context: ReportContext | None = None) -> str:
     the other; then come our own sections, and last of all the warnings.  Where nothing was measured stands a dash.
     """
     configured = configured_request_rate(context) if context else None
-    lines = list(_header(context)) if context else []
+    lines = list(header(context)) if context else []
     lines += [*_bench_block(summary, configured), *_own_sections(summary, configured), "=" * WIDTH]
     warnings = (*(context.warnings if context else ()), *summary.warnings)
     for warning in warnings:
@@ -53,7 +53,8 @@ def configured_request_rate(context: ReportContext) -> float | None:
     return None
 
 
-def _header(context: ReportContext) -> Iterator[str]:
+def header(context: ReportContext) -> Iterator[str]:
+    """What was simulated, on which engine and cost model, from which seed: a line each."""
     what = " on ".join(part for part in (context.model, context.gpu) if part)
     yield f"{context.title}: {what}" if what else context.title
     if context.engine:
@@ -91,6 +92,8 @@ def _bench_block(summary: Summary, configured_rate: float | None) -> Iterator[st
     yield _row("Peak concurrent requests:", float(summary.max_concurrent_requests))
     yield _row("Total token throughput (tok/s):", summary.total_token_throughput)
     yield from _latencies(summary)
+    if summary.speculation is not None:
+        yield from _speculation(summary.speculation)
 
 
 def _latencies(summary: Summary) -> Iterator[str]:
@@ -112,6 +115,18 @@ def _latency_rows(short: str, stats: LatencyStats) -> Iterator[str]:
     yield _row(f"Median {short} (ms):", stats.median_ms)
     for percent, value in stats.percentiles_ms:
         yield _row(f"P{percent_word(percent)} {short} (ms):", value)
+
+
+def _speculation(stats: SpeculationStats) -> Iterator[str]:
+    yield _rule("Speculative Decoding", "-")
+    yield _row("Acceptance rate (%):", _percent(stats.acceptance_rate))
+    yield _row("Acceptance length:", stats.acceptance_length)
+    yield _row("Drafts:", stats.num_drafts)
+    yield _row("Draft tokens:", stats.draft_tokens)
+    yield _row("Accepted tokens:", stats.accepted_tokens)
+    yield "Per-position acceptance (%):"
+    for position, rate in enumerate(stats.per_position_rates):
+        yield _row(f"  Position {position}:", 100 * rate)
 
 
 def _own_sections(summary: Summary, configured_rate: float | None) -> Iterator[str]:
@@ -143,10 +158,34 @@ def _own_sections(summary: Summary, configured_rate: float | None) -> Iterator[s
     yield _row("Recomputed share of prefill (%):", _percent(preemption.recomputed_share))
     yield _row("Prefix cache hit rate (%):", _percent(cache.hit_rate))
     yield _row("Prefix hit rate incl. resumed (%):", _percent(cache.hit_rate_with_resumed))
+    yield from _work(summary)
     yield from _objectives(summary)
     yield _rule("Stability", "-")
     yield _row("Verdict:", summary.stability.verdict.value)
     yield from wrap(summary.stability.reason, WIDTH)
+
+
+def _work(summary: Summary) -> Iterator[str]:
+    """What became of the computed tokens; rows of waste that this policy does not know are left out."""
+    waste, swap = summary.waste, summary.swap
+    yield _rule("Work", "-")
+    yield _row("Computed tokens:", waste.computed_tokens)
+    yield _row("Wasted share of them (%):", _percent(waste.wasted_share))
+    for label, amount in (
+        ("Recomputed tokens:", waste.recomputed_tokens),
+        ("Padding tokens:", waste.padding_tokens),
+        ("Straggler tokens:", waste.straggler_tokens),
+        ("Rejected draft tokens:", waste.rejected_draft_tokens),
+        ("KV blocks swapped out:", swap.swapped_out_blocks),
+        ("KV blocks swapped in:", swap.swapped_in_blocks),
+    ):
+        if amount:
+            yield _row(label, amount)
+    if waste.padding_tokens or waste.straggler_tokens:
+        yield _row("Tokens per slot and step:", summary.slots.efficiency)
+        yield _row("Mean slots held:", summary.slots.slots_mean)
+        yield _row("Mean prompts per batch:", summary.prefill_batch_size)
+        yield _row("Mean batch formation wait (ms):", summary.formation_wait.mean_ms)
 
 
 def _objectives(summary: Summary) -> Iterator[str]:

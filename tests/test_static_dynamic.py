@@ -19,9 +19,9 @@ from windtunnel.sim.engine.dynamic import DynamicConfig, DynamicScheduler
 from windtunnel.sim.engine.plan import StepShape
 from windtunnel.sim.engine.request import Request, Status
 from windtunnel.sim.engine.static import StaticConfig, StaticScheduler
+from windtunnel.sim.metrics.waste import dispatch_wait_ns, formation_wait_ns, mean_batch_size, slot_use, token_waste
 from windtunnel.sim.records import Outcome, Records, table_columns
 from windtunnel.sim.simulate import run
-from windtunnel.sim.waste import dispatch_wait_ns, formation_wait_ns, mean_batch_size, slot_use, token_waste
 from windtunnel.sim.workload import Workload, workload
 
 MS = 1_000_000

@@ -18,10 +18,10 @@ from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.keys import StreamKeys
 from windtunnel.sim.engine.request import Request, Status
 from windtunnel.sim.engine.swap import SwapConfig, SwapPlan, SwapScheduler
+from windtunnel.sim.metrics.waste import token_waste
 from windtunnel.sim.records import Outcome, Records, table_columns
 from windtunnel.sim.simulate import run
 from windtunnel.sim.simulated import SimExecutor
-from windtunnel.sim.waste import token_waste
 from windtunnel.sim.workload import Workload, workload
 
 COST = AffineCost(base_s=3e-3, token_s=1.7e-5, seq_s=1e-5, decode_context_s=4e-7, prefill_pair_s=1e-8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
@@ -33,6 +33,7 @@ from windtunnel.sim.metrics.load import (
 from windtunnel.sim.metrics.sample import LatencyStats, Sample, latency_stats, sample
 from windtunnel.sim.metrics.slo import GoodputLimits, Slo, SloResult, parse_slos
 from windtunnel.sim.metrics.stability import Stability, Verdict, judge
+from windtunnel.sim.metrics.waste import SlotUse, TokenWaste, formation_wait_ns, mean_batch_size, slot_use, token_waste
 from windtunnel.sim.metrics.words import plural, seconds
 from windtunnel.sim.records import IntArray, Outcome, Records
 from windtunnel.sim.workload import Workload
@@ -79,6 +80,36 @@ class PrefixCacheStats:
     """Re-admissions after preemption counted too."""
     hit_tokens_with_resumed: int
     hit_rate_with_resumed: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SwapStats:
+    """KV blocks copied between GPU and CPU."""
+
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """How drafts fared, as ``vllm bench serve`` reports it."""
+
+    num_drafts: int
+    """Drafts that were verified."""
+    draft_tokens: int
+    accepted_tokens: int
+    per_position_rates: tuple[float, ...]
+    """Share of all drafts whose first, second, … token held."""
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over draft tokens."""
+        return ratio(self.accepted_tokens, self.draft_tokens)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens that a verified draft yields on average, the model's own included."""
+        return 1 + self.accepted_tokens / self.num_drafts if self.num_drafts else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +160,15 @@ class Summary:
     kv: KvStats
     load: LoadStats
     prefix_cache: PrefixCacheStats
+    waste: TokenWaste
+    slots: SlotUse
+    formation_wait: LatencyStats
+    """The part of a request's wait in which its engine computed nothing, because it waited for company."""
+    prefill_batch_size: float | None
+    """Prompts that a step computes together, mean over the steps that compute any."""
+    swap: SwapStats
+    speculation: SpeculationStats | None
+    """None without speculative decoding."""
     stability: Stability
     warnings: tuple[str, ...]
     """What a reader must know before believing a number."""
@@ -222,6 +262,12 @@ def summarize(
         kv=kv_stats(records, start_ns, end_ns),
         load=load_stats(records, start_ns, end_ns, littles_law=littles_law, utilisation=rho),
         prefix_cache=_prefix_cache(records),
+        waste=token_waste(records),
+        slots=slot_use(records),
+        formation_wait=latency_stats(sample(formation_wait_ns(records)), percentiles),
+        prefill_batch_size=mean_batch_size(records),
+        swap=_swap(records),
+        speculation=_speculation(records),
         stability=stability,
         warnings=(),
     )
@@ -328,6 +374,27 @@ def _prefix_cache(records: Records) -> PrefixCacheStats:
     )
 
 
+def _swap(records: Records) -> SwapStats:
+    steps = [replica.steps for replica in records.replicas]
+    return SwapStats(
+        sum(int(table.num_swapped_out_blocks.sum()) for table in steps),
+        sum(int(table.num_swapped_in_blocks.sum()) for table in steps),
+    )
+
+
+def _speculation(records: Records) -> SpeculationStats | None:
+    longest = max((len(replica.drafts) for replica in records.replicas), default=0)
+    if not longest:
+        return None
+    verified, accepted = np.zeros(longest, np.int64), np.zeros(longest, np.int64)
+    for drafts in (replica.drafts for replica in records.replicas):
+        verified[: len(drafts)] += drafts.num_verified
+        accepted[: len(drafts)] += drafts.num_accepted
+    num_drafts = int(verified[0])
+    rates = tuple((accepted / num_drafts).tolist()) if num_drafts else ()
+    return SpeculationStats(num_drafts, int(verified.sum()), int(accepted.sum()), rates)
+
+
 def _check(slo: Slo, summary: Summary, samples: _Samples) -> SloResult:
     measured = _measure(slo, summary, samples)
     if measured is None:
@@ -424,6 +491,7 @@ def _warnings(summary: Summary) -> list[str]:
             f"({summary.rejected:,} rejected, {summary.aborted:,} aborted, {summary.unfinished:,} unfinished); "
             "latencies leave them out and may look better than what clients saw."
         )
+    found += _preemption_warnings(summary.preemption)
     too_fine = [percent for percent in summary.percentiles if 0 < summary.completed * (1 - percent / 100) < 1]
     if too_fine:
         over = f"P{percent_word(too_fine[0])} over {plural(summary.completed, 'request')}"
@@ -438,6 +506,26 @@ def _warnings(summary: Summary) -> list[str]:
             "bench serve TTFT and E2EL leave that out (see Client Queue Time)."
         )
     return found
+
+
+LOOP_PREEMPTIONS = 10
+"""Preemptions of one request from which on it is said to go in circles: admitted, thrown out, admitted again."""
+CASCADE_SHARE = 0.3
+"""Share of recomputation in all prefill work from which on it is worth a warning."""
+
+
+def _preemption_warnings(preemption: PreemptionStats) -> Iterator[str]:
+    if preemption.recomputed_share is None or preemption.recomputed_share < CASCADE_SHARE:
+        return
+    is_loop = preemption.max_preemptions_per_request >= LOOP_PREEMPTIONS
+    loop = f"; one request was preempted {preemption.max_preemptions_per_request:,} times" if is_loop else ""
+    yield (
+        f"{'Preempt-resume loop' if is_loop else 'Preemption cascade'}: "
+        f"{plural(preemption.num_preemptions, 'preemption')}{loop}; {100 * preemption.recomputed_share:.0f} % of the "
+        "prefill work computes again what a preemption threw away.  Remedies: admit only prompts that fit whole "
+        "(--scheduler-reserve-full-isl, vLLM's default since 0.19), leave blocks free at admission (--watermark 0.02 "
+        "to 0.1), fewer requests at once (--max-num-seqs), a larger KV cache."
+    )
 
 
 def _what_latencies_are(summary: Summary) -> str:
@@ -486,7 +574,22 @@ def _to_dict(summary: Summary, detailed: Records | None, metadata: Mapping[str, 
     if summary.max_concurrency is not None:
         for name in CLIENT_LATENCY_KEYS:
             result |= _latency_keys(name, getattr(summary, name))
+    if summary.speculation is not None:
+        result |= _speculation_keys(summary.speculation)
     return result | _our_keys(summary) | dict(metadata)
+
+
+def _speculation_keys(stats: SpeculationStats) -> dict[str, Any]:
+    """vLLM's keys; its acceptance rate is in percent."""
+    rate = stats.acceptance_rate
+    return {
+        "spec_decode_acceptance_rate": None if rate is None else 100 * rate,
+        "spec_decode_acceptance_length": stats.acceptance_length,
+        "spec_decode_num_drafts": stats.num_drafts,
+        "spec_decode_draft_tokens": stats.draft_tokens,
+        "spec_decode_accepted_tokens": stats.accepted_tokens,
+        "spec_decode_per_position_acceptance_rates": list(stats.per_position_rates),
+    }
 
 
 def _our_keys(summary: Summary) -> dict[str, Any]:
@@ -533,6 +636,21 @@ def _our_keys(summary: Summary) -> dict[str, Any]:
         "prefix_cache_queries_with_resumed": summary.prefix_cache.query_tokens_with_resumed,
         "prefix_cache_hits_with_resumed": summary.prefix_cache.hit_tokens_with_resumed,
         "prefix_cache_hit_rate_with_resumed": summary.prefix_cache.hit_rate_with_resumed,
+        "computed_tokens": summary.waste.computed_tokens,
+        "useful_tokens": summary.waste.useful_tokens,
+        "recomputed_tokens": summary.waste.recomputed_tokens,
+        "padding_tokens": summary.waste.padding_tokens,
+        "straggler_tokens": summary.waste.straggler_tokens,
+        "rejected_draft_tokens": summary.waste.rejected_draft_tokens,
+        "wasted_token_share": summary.waste.wasted_share,
+        "slot_steps": summary.slots.slot_steps,
+        "slot_efficiency": summary.slots.efficiency,
+        "slots_mean": summary.slots.slots_mean,
+        "slot_throughput": summary.slots.slot_throughput,
+        **_latency_keys("batch_formation_wait", summary.formation_wait),
+        "mean_prefill_batch_size": summary.prefill_batch_size,
+        "swapped_out_blocks": summary.swap.swapped_out_blocks,
+        "swapped_in_blocks": summary.swap.swapped_in_blocks,
         "stability": stability.verdict.value,
         "stability_reason": stability.reason,
         "steady_state": stability.is_steady,

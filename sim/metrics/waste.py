@@ -1,7 +1,6 @@
 """Why a batching policy is slow: padding, slots that yield nothing, and waits for company.
 
-Everything is computed from the records of a run without speculative decoding.  A slot is a sequence's place in a step,
-so a step of 8 sequences holds 8 slots, and a token of use fills one of them.
+A slot is a sequence's place in a step, so a step of 8 sequences holds 8 slots, and a token of use fills one of them.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ NS_PER_S = 1_000_000_000
 class TokenWaste:
     """Tokens that the steps computed, and what they were good for.
 
-    ``computed = useful + recomputed + padding + straggler``, exactly, for a run in which every request that was begun
-    is finished; of a request that is cut off in its prompt, the whole prompt counts as useful.
+    ``computed = useful + recomputed + padding + straggler + rejected drafts``, exactly, for a run in which every
+    request that was begun is finished; of a request that is cut off in its prompt, the whole prompt counts as useful.
     """
 
     computed_tokens: int
@@ -32,6 +31,8 @@ class TokenWaste:
     """Prompt tokens that only fill a slot up to the longest prompt of its batch."""
     straggler_tokens: int
     """Decodes of slots whose answer is complete already: the batch waits for its longest ("barrel effect")."""
+    rejected_draft_tokens: int = 0
+    """Draft tokens that the model did not agree with, or that came after an answer's end (speculative decoding)."""
 
     @property
     def wasted_share(self) -> float | None:
@@ -73,6 +74,8 @@ def token_waste(records: Records) -> TokenWaste:
     recomputed = int(table.num_recomputed_tokens.sum())
     num_decodes = sum(int(replica.steps.num_decode_seqs.sum()) for replica in records.replicas)
     computed = num_decodes + sum(int(replica.steps.prefill_tokens.sum()) for replica in records.replicas)
+    if any(len(replica.drafts) for replica in records.replicas):
+        return TokenWaste(computed, useful, recomputed, 0, 0, max(0, computed - useful - recomputed))
     # Continuous batching never decodes in vain; resumed requests even get a token from a chunk instead of a decode.
     straggler = max(0, num_decodes - int(fed_back[begun].sum()))
     padding = max(0, computed - useful - recomputed - straggler)
