@@ -21,7 +21,10 @@ from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu, siblings
 from windtunnel.sim.deployment.memory import KvPool
 from windtunnel.sim.deployment.model import ModelSpec, load_model
 from windtunnel.sim.engine.config import SchedulerConfig
+from windtunnel.sim.engine.dynamic import DynamicConfig
 from windtunnel.sim.engine.protocols import CostModel
+from windtunnel.sim.engine.static import StaticConfig
+from windtunnel.sim.engine.swap import SwapConfig
 from windtunnel.sim.metrics.slo import GoodputLimits, Slo, parse_slos
 from windtunnel.sim.simulate import check_fits
 from windtunnel.sim.system import System
@@ -69,6 +72,20 @@ class Resolved:
         return self.system.cost
 
     @property
+    def engine_name(self) -> str:
+        """Whose behaviour is simulated."""
+        match self.system.batching:
+            case StaticConfig() as static:
+                return f"static batching, {static.batch_size} slots"
+            case DynamicConfig() as dynamic:
+                return f"dynamic batching as Triton's, max_batch_size {dynamic.max_batch_size}"
+            case SwapConfig(preemption_mode="swap"):
+                return f"{ENGINE_VERSION}'s scheduler with swapping as in V0"
+            case SwapConfig():
+                return f"{ENGINE_VERSION}'s scheduler, prefill first as in V0"
+        return ENGINE_VERSION
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of all replicas."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.system.num_replicas
@@ -83,7 +100,7 @@ class Resolved:
             },
             "seed": self.seed,
             "hardware": self._hardware(),
-            "engine": ENGINE_VERSION,
+            "engine": self.engine_name,
             "workload": {key: value for key, value in describe(self.workload).items() if key != "notes"},
             "settings": [asdict(entry) for entry in self.entries],
             "memory": None if self.kv_pool is None else asdict(self.kv_pool),
