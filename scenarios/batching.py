@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
+from windtunnel.scenarios.errors import ScenarioUnreadable
 from windtunnel.scenarios.ledger import WINDTUNNEL_DEFAULT, Ledger
 from windtunnel.scenarios.schema import (
     ContinuousBatching,
@@ -18,7 +18,7 @@ from windtunnel.scenarios.schema import (
 )
 from windtunnel.sim.cost.roofline import RooflineCost
 from windtunnel.sim.cost.swap import SwapCost
-from windtunnel.sim.deployment.model import ModelSpec, load_model
+from windtunnel.sim.deployment.model import ModelSpec, UnsupportedModel, load_model
 from windtunnel.sim.engine.batches import BatchExecution
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.dynamic import DynamicConfig
@@ -88,8 +88,6 @@ def _dynamic(ledger: Ledger, spec: DynamicBatching) -> DynamicConfig:
     given = spec.model_dump(exclude_none=True, exclude={"policy", "config", "kv_reserve", "answers"})
     given.pop("max_prefill_tokens", None)
     queue = {key: given.pop(key) for key in _QUEUE_POLICY if key in given}
-    if isinstance(given.get("preferred_batch_size"), int):
-        given["preferred_batch_size"] = [given["preferred_batch_size"]]
     if "preferred_batch_size" in given:
         given["preferred_batch_size"] = tuple(given["preferred_batch_size"])
     if spec.config is not None:
@@ -167,31 +165,55 @@ def make_drafting(ledger: Ledger, hardware: Hardware, cost: CostModel, seed: int
     Raises ScenarioError for settings that lack something, ScenarioUnreadable for a file that cannot be read.
     """
     spec = ledger.loaded.scenario.speculative
-    if spec is None or not spec.num_speculative_tokens:
+    if spec is None or spec.num_speculative_tokens == 0:
         return None
-    if spec.acceptance is None:
-        raise ledger.blame(
-            "speculation needs to know how many drafts hold: give acceptance, such as 0.7 (each draft token holds with "
-            "that probability if those before it did) or the rates per position of your own server "
-            "(spec_decode_per_position_acceptance_rates of vllm bench serve)",
-            "speculative",
-            "method",
-        )
-    keys = ("acceptance", "num_speculative_tokens", "draft_model", "draft_s")
+    keys = ("acceptance", *_SAY_ACCEPTANCE, "num_speculative_tokens", "draft_model", "draft_s", "method")
+    ledger.attempt("speculative", keys, lambda: _check_is_complete(spec))
+    if spec.ignored:
+        ledger.notes.append(f"Speculation: plays no part here: {', '.join(spec.ignored)}.")
     acceptance = ledger.attempt("speculative", keys, lambda: _acceptance(ledger, spec))
     drafter = ledger.attempt("speculative", keys, lambda: _draft_cost(ledger, spec, hardware, cost))
     ledger.note("speculative", "mean_acceptance_length", round(acceptance.mean_length, 4), "acceptance")
+    assert spec.num_speculative_tokens is not None, "_check_is_complete asks for it"
     return Drafting(acceptance, spec.num_speculative_tokens, drafter, seed)
+
+
+_SAY_ACCEPTANCE = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
+"""vLLM's names for what is called acceptance here."""
+
+
+def _check_is_complete(spec: Speculative) -> None:
+    """Raise ValueError for what is missing or said twice."""
+    if spec.method is None:
+        raise ValueError("speculation needs to know who drafts: give a method, such as eagle3, mtp or ngram")
+    if spec.num_speculative_tokens is None:
+        raise ValueError(
+            "speculation needs num_speculative_tokens, the tokens drafted for each request and step, such as 3 "
+            "(0 is no speculation)"
+        )
+    given = [key for key in ("acceptance", *_SAY_ACCEPTANCE) if getattr(spec, key) is not None]
+    if not given:
+        raise ValueError(
+            "speculation needs to know how many drafts hold: give acceptance, such as 0.7 (each draft token holds with "
+            "that probability if those before it did) or the rates per position of your own server "
+            "(spec_decode_per_position_acceptance_rates of vllm bench serve)"
+        )
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} say the same thing twice: leave all but one out")
 
 
 def _acceptance(ledger: Ledger, spec: Speculative) -> Acceptance:
     given, num_tokens = spec.acceptance, spec.num_speculative_tokens
-    assert num_tokens is not None, "make_drafting asks for it"
+    assert num_tokens is not None, "_check_is_complete asks for it"
+    if spec.synthetic_acceptance_length is not None:
+        return Acceptance.of_length(spec.synthetic_acceptance_length, num_tokens)
+    if spec.synthetic_acceptance_rates is not None:
+        return _per_position(spec.synthetic_acceptance_rates, num_tokens, "synthetic_acceptance_rates")
     if isinstance(given, str):
         return _recorded(ledger.loaded.path_of("speculative", "acceptance", given), num_tokens)
     if isinstance(given, float):
         return Acceptance.fixed(given, num_tokens)
-    assert given is not None, "make_drafting asks for it"
+    assert given is not None, "_check_is_complete asks for it"
     return _per_position(given, num_tokens, "acceptance")
 
 
@@ -212,18 +234,31 @@ def _recorded(path: Path, num_tokens: int) -> Acceptance:
     text = _text(path, "acceptance")
     try:
         data: Any = json.loads(text)
+    except RecursionError:
+        raise ScenarioUnreadable(f"{path}: not valid JSON: nested too deeply") from None
     except ValueError:
+        data = None
+    if not isinstance(data, (dict, list)):
         data = [_whole(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     try:
-        if isinstance(data, dict):
-            if not isinstance(data.get(_RATES_KEY), list):
-                raise ValueError(f"has no list {_RATES_KEY}: vllm bench serve writes it if the server speculates")
-            return _per_position([float(rate) for rate in data[_RATES_KEY]], num_tokens, _RATES_KEY)
-        if not isinstance(data, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in data):
-            raise ValueError("must hold whole numbers: how many tokens of each draft were accepted")
-        return Acceptance.recorded(data, num_tokens)
-    except (ValueError, TypeError) as error:
+        return _of_result(data, num_tokens) if isinstance(data, dict) else _of_counts(data, num_tokens)
+    except ValueError as error:
         raise ScenarioUnreadable(f"{path}: {error}") from error
+
+
+def _of_result(result: dict[str, Any], num_tokens: int) -> Acceptance:
+    rates = result.get(_RATES_KEY)
+    if not isinstance(rates, list):
+        raise ValueError(f"has no list {_RATES_KEY}: vllm bench serve writes it if the server speculates")
+    if not all(isinstance(rate, (int, float)) and not isinstance(rate, bool) for rate in rates):
+        raise ValueError(f"{_RATES_KEY} must hold numbers between 0 and 1")
+    return _per_position(rates, num_tokens, _RATES_KEY)
+
+
+def _of_counts(counts: list[Any], num_tokens: int) -> Acceptance:
+    if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
+        raise ValueError("must hold whole numbers: how many tokens of each draft were accepted")
+    return Acceptance.recorded(counts, num_tokens)
 
 
 def _whole(path: Path, number: int, line: str) -> int:
@@ -238,10 +273,10 @@ def _whole(path: Path, number: int, line: str) -> int:
 def _draft_cost(
     ledger: Ledger, spec: Speculative, hardware: Hardware, cost: CostModel
 ) -> DraftCost | FixedDraftCost | None:
-    assert spec.num_speculative_tokens is not None, "make_drafting asks for it"
+    assert spec.num_speculative_tokens is not None, "_check_is_complete asks for it"
     if spec.draft_s is not None:
         return FixedDraftCost(spec.draft_s)
-    if spec.method == "ngram" or spec.method is None:
+    if spec.method == "ngram":
         return None
     if not isinstance(cost, RooflineCost) or hardware.model is None or hardware.gpu is None:
         ledger.warnings.append(
@@ -261,11 +296,29 @@ def _drafter(ledger: Ledger, spec: Speculative, model: ModelSpec) -> ModelSpec:
     """The model that drafts: the one named, or one layer of the model itself, as the heads of eagle and mtp have."""
     if spec.draft_model is not None:
         path = ledger.loaded.path_of("speculative", "draft_model", spec.draft_model)
-        try:
-            return load_model(str(path) if path.exists() else spec.draft_model)
-        except OSError as error:
-            raise ScenarioUnreadable(f"cannot read model {path}: {error.strerror or error}") from error
-    if spec.method == "draft_model":
-        raise ScenarioError("method draft_model needs to know the model that drafts: give draft_model")
+        if path.exists() or spec.method == "draft_model" or _is_bundled(spec.draft_model):
+            return _named(path, spec.draft_model)
+        ledger.notes.append(f"Of the drafter {spec.draft_model} only the name is known.")
+    elif spec.method == "draft_model":
+        raise ValueError("method draft_model needs to know the model that drafts: give draft_model")
     ledger.notes.append(f"Drafting with {spec.method} is priced as one layer and the head of {model.name} a token.")
     return replace(model, num_layers=1, num_moe_layers=min(1, model.num_moe_layers))
+
+
+def _is_bundled(name: str) -> bool:
+    try:
+        load_model(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _named(path: Path, name: str) -> ModelSpec:
+    try:
+        return load_model(str(path) if path.exists() else name)
+    except OSError as error:
+        raise ScenarioUnreadable(f"cannot read model {path}: {error.strerror or error}") from error
+    except UnsupportedModel:
+        raise
+    except ValueError as error:
+        raise (ScenarioUnreadable(str(error)) if path.exists() else error) from None

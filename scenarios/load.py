@@ -6,6 +6,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -25,6 +26,7 @@ from windtunnel.scenarios.schema import (
     Scenario,
     batching_policy,
     cost_kind,
+    spec_table,
     workload_kind,
 )
 from windtunnel.scenarios.workloads.errors import printable
@@ -315,6 +317,9 @@ def _flag_name(key: str, known: list[str]) -> str:
 
 def _variant(section: str, raw: dict[str, Any]) -> type[BaseModel]:
     value = raw.get(section)
+    if isinstance(value, str) and section in _TAGS:
+        with suppress(ValueError):
+            value = spec_table(value, _TAGS[section])
     if section == "workload":
         return WORKLOAD_KINDS[workload_kind(value)]
     if section == "cost":

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from windtunnel.scenarios.batching import make_batching, make_drafting
-from windtunnel.scenarios.engine import VLLM_DEFAULT, Hardware, make_engine
+from windtunnel.scenarios.engine import Hardware, make_engine
 from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
 from windtunnel.scenarios.ledger import WINDTUNNEL_DEFAULT, Entry, Ledger
 from windtunnel.scenarios.load import Loaded
@@ -16,10 +16,11 @@ from windtunnel.scenarios.workloads.describe import describe
 from windtunnel.sim.cost import constant
 from windtunnel.sim.cost.profile import load_profile
 from windtunnel.sim.cost.roofline import RooflineCost, RooflineFactors
-from windtunnel.sim.deployment.engine_args import ENGINE_VERSION
+from windtunnel.sim.deployment.engine_args import ENGINE
 from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu, siblings
 from windtunnel.sim.deployment.memory import KvPool
 from windtunnel.sim.deployment.model import ModelSpec, load_model
+from windtunnel.sim.deployment.versions import VersionProfile, profile
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.dynamic import DynamicConfig
 from windtunnel.sim.engine.protocols import CostModel
@@ -46,6 +47,8 @@ class Resolved:
     gpu: GpuSpec | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    version: VersionProfile
+    """The release of vLLM whose defaults and rules apply."""
     kv_pool: KvPool | None
     """The memory plan; None where the number of blocks was given and no model and GPU with it."""
     system: System
@@ -80,10 +83,10 @@ class Resolved:
             case DynamicConfig() as dynamic:
                 return f"dynamic batching as Triton's, max_batch_size {dynamic.max_batch_size}"
             case SwapConfig(preemption_mode="swap"):
-                return f"{ENGINE_VERSION}'s scheduler with swapping as in V0"
+                return f"{self.version.label}'s scheduler with swapping as in V0"
             case SwapConfig():
-                return f"{ENGINE_VERSION}'s scheduler, prefill first as in V0"
-        return ENGINE_VERSION
+                return f"{self.version.label}'s scheduler, prefill first as in V0"
+        return self.version.label
 
     @property
     def num_gpus(self) -> int:
@@ -183,12 +186,14 @@ def read_workload(loaded: Loaded) -> Workload:
 
 def _hardware(ledger: Ledger) -> Hardware:
     given = ledger.loaded.scenario.deployment
+    version = ledger.attempt("deployment", "engine_version", lambda: profile(given.engine_version or ENGINE))
+    ledger.note("deployment", "engine_version", given.engine_version and version.name)
     model, gpu = _model(ledger), _gpu(ledger)
     _check_is_complete(ledger, model, gpu)
-    size = ledger.pick("deployment", "tensor_parallel_size", given.tensor_parallel_size, 1, VLLM_DEFAULT)
+    size = ledger.pick("deployment", "tensor_parallel_size", given.tensor_parallel_size, 1, f"{version.label} default")
     num_stages = 1 if given.pipeline_parallel_size is None else given.pipeline_parallel_size
     ledger.note("deployment", "pipeline_parallel_size", given.pipeline_parallel_size)
-    return Hardware(model, gpu, size, num_stages)
+    return Hardware(model, gpu, size, num_stages, version)
 
 
 def _system(ledger: Ledger, hardware: Hardware, config: SchedulerConfig, cost: CostModel, seed: int) -> System:
@@ -200,7 +205,7 @@ def _system(ledger: Ledger, hardware: Hardware, config: SchedulerConfig, cost: C
     ledger.note("deployment", "data_parallel_size", deployment.data_parallel_size)
     router = deployment.router or "vllm"
     if num_replicas > 1:
-        ledger.note("deployment", "router", router, f"{VLLM_DEFAULT} (internal load balancing)")
+        ledger.note("deployment", "router", router, f"{hardware.engine_default} (internal load balancing)")
         _tell_of_lockstep(ledger, hardware)
     for key in ("max_num_queued_reqs", "max_num_queued_tokens"):
         ledger.note("engine", key, getattr(limits, key))

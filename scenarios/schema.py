@@ -7,11 +7,24 @@ the default, when the scenario is resolved.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
 from windtunnel.scenarios.units import parse_count, parse_duration_s, parse_rate, parse_size_bytes, parse_spec
+
+if TYPE_CHECKING:
+    from pydantic import ModelWrapValidatorHandler
 
 SCHEMA_VERSION = 1
 
@@ -35,14 +48,19 @@ StepPart = Annotated[Duration, Field(lt=1)]
 
 
 def _spec(key: str, written: Any) -> BeforeValidator:
-    """Reads text as the table that it abbreviates, JSON included; ``written`` is what may stand in the file."""
+    """Reads text as the table that it abbreviates; ``written`` is what may stand in the file."""
 
     def read(value: Any) -> Any:
         if isinstance(value, str):
-            return _json_table(value) if value.lstrip().startswith("{") else parse_spec(value, key)
+            return spec_table(value, key)
         return dict(value) if isinstance(value, dict) else value
 
     return BeforeValidator(read, json_schema_input_type=written)
+
+
+def spec_table(text: str, key: str) -> dict[str, Any]:
+    """The table that text abbreviates, as JSON or as ``parse_spec`` has it; raises ValueError if it is neither."""
+    return _json_table(text) if text.lstrip().startswith("{") else parse_spec(text, key)
 
 
 def _json_table(text: str) -> dict[str, Any]:
@@ -50,6 +68,8 @@ def _json_table(text: str) -> dict[str, Any]:
         table: dict[str, Any] = json.loads(text)
     except ValueError as error:
         raise ValueError(f"is no valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("is no valid JSON: it is nested too deeply") from None
     return table
 
 
@@ -172,6 +192,17 @@ class StaticBatching(_Section):
     """Most prompt tokens of a step, padding included; not given computes all prompts of a batch in one step."""
 
 
+def _sizes(value: Any) -> Any:
+    """One size, several in a list, or several as text (4/8), as a list."""
+    if isinstance(value, str):
+        return value.split("/")
+    return [value] if isinstance(value, int) else value
+
+
+_Size = Annotated[Count, Field(ge=1)]
+Sizes = Annotated[list[_Size], BeforeValidator(_sizes, json_schema_input_type=list[_Size] | _Size)]
+
+
 class DynamicBatching(_Section):
     """Batches formed on demand, as the Triton Inference Server does, that run to completion."""
 
@@ -181,7 +212,7 @@ class DynamicBatching(_Section):
     """Path of a config.pbtxt, relative to the scenario file; the other keys win over it."""
     max_batch_size: Annotated[Count | None, Field(ge=1)] = None
     """Most requests of a batch."""
-    preferred_batch_size: list[Annotated[Count, Field(ge=1)]] | Annotated[Count, Field(ge=1)] | None = None
+    preferred_batch_size: Sizes | None = None
     """Sizes that go at once when they can be made."""
     max_queue_delay_microseconds: Annotated[Count | None, Field(ge=0)] = None
     """Longest wait for company while no preferred size can be made."""
@@ -240,6 +271,9 @@ Batching = Annotated[
 def _acceptance(value: Any) -> Any:
     """Rates as a number, as a list or as text (0.8/0.6/0.4); other text is the path of a recording."""
     if not isinstance(value, str):
+        rates = value if isinstance(value, list) else [value]
+        if not all(isinstance(rate, (int, float)) and not isinstance(rate, bool) for rate in rates):
+            raise ValueError("must be a rate such as 0.7, a list of rates, or the path of a recording in quotes")
         return value
     try:
         rates = [float(part) for part in value.split("/")]
@@ -254,20 +288,80 @@ Acceptance = Annotated[
 ]
 
 
+_NO_PART_IN_SPECULATION = frozenset(
+    {
+        "attention_backend",
+        "code_revision",
+        "draft_load_config",
+        "draft_sample_method",
+        "draft_tensor_parallel_size",
+        "kv_cache_dtype",
+        "moe_backend",
+        "prompt_lookup_max",
+        "prompt_lookup_min",
+        "quantization",
+        "rejection_sample_method",
+        "revision",
+        "use_local_argmax_reduction",
+    }
+)
+"""Keys of vLLM 0.32's ``SpeculativeConfig`` that may be given and have no effect."""
+
+
 class Speculative(_Section):
     """Speculative decoding: drafts that the model verifies, several tokens of one request in one step."""
 
     method: Literal["ngram", "eagle", "eagle3", "mtp", "draft_model"] | None = None
-    """Who drafts, as in vLLM's --speculative-config."""
+    """Who drafts, as in vLLM's --speculative-config; told by the name of draft_model if not given."""
     num_speculative_tokens: Annotated[Count | None, Field(ge=0)] = None
     """Tokens drafted for each request and step; 0 is no speculation."""
     acceptance: Acceptance | None = None
     """How many drafts hold: one rate for each draft whose predecessors held; a list of the shares of all steps in which
     the first 1, 2, … drafts held (vLLM's per-position rates); or the path of a recording."""
+    synthetic_acceptance_rates: list[float] | None = None
+    """vLLM's name for a list of rates; it means the same as acceptance."""
+    synthetic_acceptance_length: float | None = None
+    """In place of acceptance: tokens that a step yields on average, at least 1; all drafts before some position hold
+    and none behind it, as in vLLM."""
     draft_model: str | None = None
-    """The model that drafts, for its time: a bundled one or the path of a config.json."""
+    """The model that drafts, for its time: a bundled one or the path of a config.json; model, as vLLM has it, is the
+    same."""
     draft_s: Duration | None = None
     """Time that drafting adds to a step, in place of an estimate."""
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Keys of vLLM that were given and play no part here."""
+        return self._ignored
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_vllm(cls, value: Any, handler: ModelWrapValidatorHandler[Speculative]) -> Speculative:
+        """Take vLLM's own JSON as it is."""
+        if not isinstance(value, dict):
+            return handler(value)
+        ignored = tuple(key for key in value if key in _NO_PART_IN_SPECULATION)
+        read = handler(_in_our_words({key: item for key, item in value.items() if key not in ignored}))
+        read._ignored = ignored
+        return read
+
+
+def _in_our_words(table: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's names for the drafter and its methods; what it tells by the drafter's name (``SpeculativeConfig``)."""
+    if "model" in table:
+        if "draft_model" in table:
+            raise ValueError("names the model that drafts twice: leave out model or draft_model")
+        table["draft_model"] = table.pop("model")
+    method, drafter = table.get("method"), table.get("draft_model")
+    if isinstance(method, str) and method.endswith("_mtp"):
+        table["method"] = "mtp"
+    elif method is None and isinstance(drafter, str):
+        name = drafter.lower()
+        table["method"] = "eagle" if "eagle-" in name else "eagle3" if "eagle3" in name else "draft_model"
+        if name in ("ngram", "[ngram]"):
+            table["method"] = "ngram"
+    return table
 
 
 class Compare(_Section):

@@ -39,8 +39,10 @@ class Cluster:
     def submit(self, request: Request) -> int:
         """Hand a request to a replica; returns its number.
 
-        Raises QueueFull if there are too many, ValueError if the engine refuses it.
+        Raises QueueFull if there are too many, ValueError if the engine refuses it.  A prompt that is too long takes
+        nobody's turn.
         """
+        request.limit(self.replicas[0].scheduler.config.max_model_len)
         self._check_limits(request)
         number = self._router.choose() if len(self.replicas) > 1 else 0
         self.replicas[number].submit(request)

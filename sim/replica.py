@@ -10,7 +10,7 @@ from simpy.events import Event
 
 from windtunnel.sim.engine.plan import Speculated, StepPlan, StepResult
 from windtunnel.sim.engine.protocols import EngineLoad, Executor, SchedulerProtocol
-from windtunnel.sim.engine.request import Request
+from windtunnel.sim.engine.request import Request, Status
 from windtunnel.sim.log import ReplicaLog
 from windtunnel.sim.world import STEP_END, Occurrence, World
 
@@ -88,6 +88,7 @@ class Replica:
         num_emitted = self.scheduler.num_emitted_tokens(request)
         self._log.write_spans(request, self.scheduler.token_spans(request))
         self.scheduler.abort(request)
+        self.is_stuck, self._num_in_vain = False, 0
         self._wake_up()
         return num_emitted
 
@@ -104,8 +105,11 @@ class Replica:
         world, scheduler, depth = self._world, self.scheduler, self.scheduler.max_steps_under_way
         under_way: deque[_Step | None] = deque()  # None for a decision to compute nothing, which takes a place as well
         now_ns = world.now_ns  # ahead of the world while nothing can come in or go out
-        while self._num_in_vain <= LIVELOCK_PREEMPTIONS:
+        while True:
             step = None
+            if self._num_in_vain > LIVELOCK_PREEMPTIONS:
+                now_ns = yield from self._give_up(under_way, now_ns)
+                continue
             num_known = scheduler.num_requests  # those that come while it waits do not count
             if num_known:
                 plan = scheduler.schedule(now_ns)
@@ -126,13 +130,27 @@ class Replica:
                 continue
             done = under_way.popleft()
             if done is not None:
-                now_ns = done.end_ns
-                if world.peek() <= now_ns or scheduler.may_finish(done.plan):
-                    yield from self._sleep_until(now_ns)
-                self._end(done)
+                now_ns = yield from self._finish(done, now_ns)
             if step is None and num_known:
                 now_ns = yield from self._wait_until(now_ns + RETRY_NS)
-        self.is_stuck = True
+
+    def _finish(self, step: _Step, now_ns: int) -> Generator[Event, Any, int]:
+        """Wait for the end of a step, in the world only if that can tell; returns when it was seen."""
+        end_ns = max(now_ns, step.end_ns)  # the loop may have slept through it
+        if self._world.peek() <= end_ns or self.scheduler.may_finish(step.plan):
+            yield from self._sleep_until(end_ns)
+        self._end(step, end_ns)
+        return end_ns
+
+    def _give_up(self, under_way: deque[_Step | None], now_ns: int) -> Generator[Event, Any, int]:
+        """Finish what is under way and rest, since only a client that loses patience can change anything."""
+        while under_way:
+            done = under_way.popleft()
+            if done is not None:
+                now_ns = yield from self._finish(done, now_ns)
+        yield from self._sleep_until(now_ns)
+        self.is_stuck = self._num_in_vain > LIVELOCK_PREEMPTIONS
+        return (yield from self._sleep()) if self.is_stuck else now_ns
 
     def _begin(self, plan: StepPlan, now_ns: int) -> _Step | None:
         """The step that was decided now, begun as soon as the executor is free; None if nothing is computed."""
@@ -166,14 +184,13 @@ class Replica:
         for request in plan.rejections:
             self._on_reject(request, now_ns)
 
-    def _end(self, step: _Step) -> None:
+    def _end(self, step: _Step, end_ns: int) -> None:
         """Tell the scheduler and the log that a step is done."""
-        log, end_ns = self._log, step.end_ns
-        for request in self.scheduler.commit(step.plan, end_ns, step.result.speculated):
+        log, plan = self._log, step.plan
+        drafts = _verified(plan, step.result.speculated) if plan.num_drafts else ()
+        for request in self.scheduler.commit(plan, end_ns, step.result.speculated):
             log.write_spans(request, request.spans)
             self._on_finish(request, end_ns)
-        plan = step.plan
-        drafts = _verified(plan, step.result.speculated) if plan.num_drafts else ()
         log.write_step(plan, step.start_ns, end_ns, *step.load, drafts)
 
     def _sleep(self, alarm_ns: int | None = None) -> Generator[Event, Any, int]:
@@ -210,10 +227,13 @@ class Replica:
 
 
 def _verified(plan: StepPlan, speculated: Speculated | None) -> list[tuple[int, int]]:
-    """(tokens verified, tokens accepted) of each draft but those that only filled the batch."""
+    """(tokens verified, tokens accepted) of each draft but those that only filled the batch.
+
+    Drafts of requests that are over when the step ends count no more than their tokens do, as in vLLM.
+    """
     accepted = speculated.num_accepted if speculated else {}
     return [
         (num_drafts, accepted.get(request, 0))
         for request, num_drafts in plan.num_drafts.items()
-        if request not in plan.padded
+        if request.status <= Status.PREEMPTED and request not in plan.padded
     ]

@@ -44,6 +44,21 @@ class Acceptance:
         return cls(tuple(accumulate(repeat(rate, num_speculative_tokens), mul)))
 
     @classmethod
+    def of_length(cls, mean_length: float, num_speculative_tokens: int) -> Acceptance:
+        """A verified draft yields so many tokens on average, spread as little as can be.
+
+        Source: ``SpeculativeConfig.synthetic_acceptance_length`` of vLLM 0.32.  Raises ValueError for a length outside
+        1 … num_speculative_tokens + 1.
+        """
+        if not 1.0 <= mean_length <= num_speculative_tokens + 1:
+            raise ValueError(
+                f"the acceptance length must lie between 1 and num_speculative_tokens + 1 "
+                f"({num_speculative_tokens + 1}), got {mean_length}"
+            )
+        left = mean_length - 1.0
+        return cls(tuple(min(1.0, max(0.0, left - position)) for position in range(num_speculative_tokens)))
+
+    @classmethod
     def recorded(cls, num_accepted: Sequence[int], num_speculative_tokens: int) -> Acceptance:
         """As often as in a recording of how many tokens of each draft held.
 
@@ -124,7 +139,7 @@ class Drafting:
         """Without a ``cost`` drafting takes no time."""
         self.acceptance = acceptance
         self.cost = cost
-        self._num_speculative_tokens = num_speculative_tokens
+        self.num_speculative_tokens = num_speculative_tokens
         self._seed = _mixed(seed)
 
     def outcome(self, plan: StepPlan) -> Speculated:
@@ -136,7 +151,7 @@ class Drafting:
             if num_tokens and request not in plan.padded:
                 accepted[request] = min(num_tokens, self._num_holding(request, chunk.num_computed_tokens))
             if chunk.samples:
-                proposed[request] = self._num_speculative_tokens
+                proposed[request] = self.num_speculative_tokens
         return Speculated(accepted, proposed)
 
     def _num_holding(self, request: Request, num_computed_tokens: int) -> int:

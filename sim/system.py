@@ -16,18 +16,22 @@ from windtunnel.sim.speculation import Drafting
 
 ROUTERS = ("vllm", "round_robin")
 
+Batching = StaticConfig | DynamicConfig | SwapConfig
+"""Settings of another policy than continuous batching."""
+
 
 @dataclass(frozen=True, slots=True)
 class System:
     """One deployment: ``num_replicas`` equal engines behind a router.
 
-    Raises ValueError, naming the field, for a value out of range and for speculation without a ``drafting``.
+    Raises ValueError, naming the field, for a value out of range, for speculation without a ``drafting`` of as many
+    tokens, and for swapping without a ``swap_cost``.
     """
 
     config: SchedulerConfig
     cost: CostModel
-    batching: StaticConfig | DynamicConfig | SwapConfig | None = None
-    """Another policy than continuous batching."""
+    batching: Batching | None = None
+    """None is continuous batching."""
     swap_cost: SwapCost | None = None
     """Needed where ``batching`` swaps."""
     drafting: Drafting | None = None
@@ -52,8 +56,20 @@ class System:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
-        if self.config.num_speculative_tokens and self.drafting is None:
+        self._check_drafting()
+        is_swapping = isinstance(self.batching, SwapConfig) and self.batching.preemption_mode == "swap"
+        if is_swapping and self.swap_cost is None:
+            raise ValueError("batching swaps KV blocks, but what that costs was not said: give a swap_cost")
+
+    def _check_drafting(self) -> None:
+        num_tokens = self.config.num_speculative_tokens
+        if num_tokens and self.drafting is None:
             raise ValueError("num_speculative_tokens is above 0, but how drafts fare was not said: give a drafting")
+        if self.drafting is not None and self.drafting.num_speculative_tokens != num_tokens:
+            raise ValueError(
+                f"the drafting proposes {self.drafting.num_speculative_tokens} tokens, num_speculative_tokens is "
+                f"{num_tokens}: make both from one number"
+            )
 
     def make_scheduler(self) -> SchedulerProtocol:
         """A new, empty scheduler of the policy; raises ValueError for a config that the policy does not support."""

@@ -29,6 +29,8 @@ def scheduler_configs(draw: st.DrawFn, **fixed: Any) -> SchedulerConfig:
         "long_prefill_token_threshold_adaptive": draw(st.booleans()),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "watermark": draw(st.sampled_from([0.0, 0.0, 0.05, 0.3])),
+        "free_blocks_to_front": draw(st.sampled_from([True, True, False])),
+        "long_prefill_spares_lone_request": draw(st.sampled_from([True, True, False])),
         "scheduler_reserve_full_isl": draw(st.booleans()),
         "max_num_active_seqs": draw(st.one_of(st.none(), st.integers(1, max_num_seqs))),
         "max_num_scheduled_tokens": draw(st.one_of(st.none(), st.integers(1, budget))) if chunked else None,

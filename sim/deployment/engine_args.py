@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from windtunnel.sim.deployment.gpu import GIB, GpuSpec
+from windtunnel.sim.deployment.gpu import GpuSpec
 from windtunnel.sim.deployment.model_spec import ModelSpec
+from windtunnel.sim.deployment.versions import NOT_VERIFIED, VersionProfile, profile
 
+ENGINE = "vllm-0.32"
+"""The engine that is simulated unless another one is asked for."""
 ENGINE_VERSION = "vLLM 0.32"
 USAGE_CONTEXTS = ("api_server", "llm_class")
 PERFORMANCE_MODES = ("balanced", "throughput", "interactivity")
@@ -49,16 +52,24 @@ def engine_defaults(
     enable_chunked_prefill: bool | None = None,
     enable_prefix_caching: bool | None = None,
     performance_mode: str = "balanced",
+    version: VersionProfile | None = None,
 ) -> EngineDefaults:
-    """vLLM 0.32's settings for ``model`` on ``gpu``; what is not None was given and stays.
+    """vLLM's settings for ``model`` on ``gpu``; what is not None was given and stays.
 
-    ``usage_context`` is "api_server" (``vllm serve``) or "llm_class" (offline ``LLM``).  The token budget starts
-    from a default by device memory, is at least max_model_len without chunked prefill and at most
-    max_num_seqs * max_model_len; a defaulted max_num_seqs does not exceed the budget.
+    ``usage_context`` is "api_server" (``vllm serve``) or "llm_class" (offline ``LLM``), ``version`` the release,
+    0.32 if None.  The token budget starts from a default by device memory, is at least max_model_len without chunked
+    prefill and at most max_num_seqs * max_model_len; a defaulted max_num_seqs does not exceed the budget.  Releases
+    before 0.11.1 do less: no such upper bound, chunked prefill whatever is given, and before 0.10.1 no bound on
+    max_num_seqs.
 
-    Raises ValueError for an unknown context or mode, a value out of range, or when neither ``model`` nor
-    ``max_model_len`` is there.  That a given budget reaches a given max_num_seqs is checked by SchedulerConfig.
+    Raises ValueError for an unknown context or mode, a value out of range, a mode that the release does not know, or
+    when neither ``model`` nor ``max_model_len`` is there.  That a budget reaches max_num_seqs is checked by
+    SchedulerConfig.
     """
+    rules = profile(ENGINE) if version is None else version
+    if performance_mode != "balanced":
+        rules.check_options(["performance_mode"])
+    read = "" if version is None else _read_in(version)
     _check_choice("usage_context", usage_context, USAGE_CONTEXTS)
     _check_choice("performance_mode", performance_mode, PERFORMANCE_MODES)
     _check_at_least_one(
@@ -70,16 +81,17 @@ def engine_defaults(
     if gpu_memory_utilization is not None:
         check_gpu_memory_utilization(gpu_memory_utilization)
 
-    generative = f"{ENGINE_VERSION} default for generative models"
-    chunked = _given_or(enable_chunked_prefill, True, generative)
-    caching = _given_or(enable_prefix_caching, True, generative)
-    share = _given_or(gpu_memory_utilization, GPU_MEMORY_UTILIZATION, f"{ENGINE_VERSION} default")
-    block = _given_or(block_size, BLOCK_SIZE, f"{ENGINE_VERSION} default on GPUs")
+    default = f"{rules.label} default"
+    chunked = _chunked_prefill(enable_chunked_prefill, rules, read)
+    caching = _given_or(enable_prefix_caching, rules.enable_prefix_caching, f"{default} for generative models{read}")
+    share = _given_or(gpu_memory_utilization, rules.gpu_memory_utilization, f"{default}{read}")
+    block = _given_or(block_size, rules.block_size, f"{default} on GPUs{read}")
     length = _context_length(max_model_len, model)
-    batch = _batch_defaults(gpu, usage_context, performance_mode)
+    batch = _batch_defaults(gpu, usage_context, performance_mode, rules, read)
     seqs = _given_or(max_num_seqs, batch.max_num_seqs, batch.source)
-    budget = _budget(max_num_batched_tokens, batch, seqs.value, length.value, chunked.value)
-    if max_num_seqs is None and seqs.value > budget.value:
+    most = seqs.value * length.value if rules.budget_within_all_sequences else None
+    budget = _budget(max_num_batched_tokens, batch, most, length.value, chunked.value)
+    if max_num_seqs is None and seqs.value > budget.value and rules.seqs_within_budget:
         seqs = _Setting(budget.value, f"{batch.source}, lowered to max_num_batched_tokens")
     return EngineDefaults(
         max_num_batched_tokens=budget.value,
@@ -130,31 +142,38 @@ def _context_length(given: int | None, model: ModelSpec | None) -> _Setting[int]
     return _Setting(model.max_model_len, f"longest context of {model.name}")
 
 
-def _batch_defaults(gpu: GpuSpec, usage_context: str, performance_mode: str) -> _BatchDefaults:
-    """The table of vLLM's ``EngineArgs.get_batch_defaults`` by device memory; A100s count as small cards."""
-    offline = usage_context == "llm_class"
-    if gpu.memory_bytes >= 160 * GIB:
-        budget, seqs, tier = 16384, 1024, ">= 160 GiB"
-    elif gpu.memory_bytes >= 70 * GIB and "a100" not in gpu.name.casefold():
-        budget, seqs, tier = 16384 if offline else 8192, 1024, ">= 70 GiB"
-    else:
-        budget, seqs, tier = 8192 if offline else 2048, 256, "A100 or < 70 GiB"
-    source = f"{ENGINE_VERSION} default for {tier}, {usage_context}"
+def _read_in(version: VersionProfile) -> str:
+    release = version.verified["batch_tiers"]
+    return f" ({NOT_VERIFIED})" if release == NOT_VERIFIED else f" (read in {release})"
+
+
+def _chunked_prefill(given: bool | None, rules: VersionProfile, read: str) -> _Setting[bool]:
+    if given is False and rules.forces_chunked_prefill:
+        return _Setting(True, f"always on in the V1 engine of {rules.label}{read}; the given false has no effect")
+    return _given_or(given, True, f"{rules.label} default for generative models{read}")
+
+
+def _batch_defaults(
+    gpu: GpuSpec, usage_context: str, performance_mode: str, rules: VersionProfile, read: str
+) -> _BatchDefaults:
+    tier = rules.batch_tier(gpu)
+    budget = tier.llm_class if usage_context == "llm_class" else tier.api_server
+    source = f"{rules.label} default for {tier.label}, {usage_context}{read}"
     if performance_mode == "throughput":
-        return _BatchDefaults(2 * budget, 2 * seqs, f"{source}, doubled by performance_mode=throughput")
-    return _BatchDefaults(budget, seqs, source)
+        return _BatchDefaults(2 * budget, 2 * tier.max_num_seqs, f"{source}, doubled by performance_mode=throughput")
+    return _BatchDefaults(budget, tier.max_num_seqs, source)
 
 
 def _budget(
-    given: int | None, batch: _BatchDefaults, max_num_seqs: int, max_model_len: int, chunked: bool
+    given: int | None, batch: _BatchDefaults, most: int | None, max_model_len: int, chunked: bool
 ) -> _Setting[int]:
     if given is not None:
         return _Setting(given, "given")
     budget, source = batch.max_num_batched_tokens, batch.source
     if not chunked and budget < max_model_len:
         budget, source = max_model_len, f"{source}, raised to max_model_len because chunked prefill is off"
-    if budget > max_num_seqs * max_model_len:
-        budget, source = max_num_seqs * max_model_len, f"{source}, lowered to max_num_seqs * max_model_len"
+    if most is not None and budget > most:
+        budget, source = most, f"{source}, lowered to max_num_seqs * max_model_len"
     return _Setting(budget, source)
 
 

@@ -84,13 +84,18 @@ def kv_pool(
     enforce_eager: bool = False,
     num_gpu_blocks_override: int | None = None,
     kv_cache_memory_bytes: int | None = None,
+    cuda_graphs_inside_utilization: bool = True,
+    startup_check_reserves_null_block: bool = True,
 ) -> KvPool:
-    """The KV blocks that vLLM 0.32 finds for ``model`` on ``tensor_parallel_size`` GPUs.
+    """The KV blocks that vLLM finds for ``model`` on ``tensor_parallel_size`` GPUs.
 
     kv_bytes = ceil(total * gpu_memory_utilization) - weights - activation - non_torch - cuda_graphs, and
     num_gpu_blocks = kv_bytes // (block_size * kv_bytes_per_token).  ``kv_cache_memory_bytes`` replaces the first,
     ``num_gpu_blocks_override`` the second.  Weights and bytes per token are exact; activation, non-torch memory and
     graphs are estimates (``assumptions``).
+
+    The last two are rules of vLLM 0.32: CUDA graphs count (since 0.20), and one request of max_model_len has to fit
+    without the null block (since 0.29).
 
     Raises InfeasibleDeployment when nothing is left or one request of max_model_len does not fit into all blocks but
     the null block; ValueError for a value out of range or a split the model does not allow.
@@ -117,9 +122,11 @@ def kv_pool(
         enforce_eager,
         num_gpu_blocks_override,
         kv_cache_memory_bytes,
+        cuda_graphs_inside_utilization,
+        int(startup_check_reserves_null_block),
     )
     pool = _pool(plan)
-    if not _starts(pool, max_model_len):
+    if not _starts(plan, pool):
         raise _infeasible(plan, pool)
     return pool
 
@@ -149,6 +156,8 @@ class _Plan(NamedTuple):
     enforce_eager: bool
     num_gpu_blocks_override: int | None
     kv_cache_memory_bytes: int | None
+    counts_cuda_graphs: bool
+    num_reserved_blocks: int
 
 
 def _pool(plan: _Plan) -> KvPool:
@@ -159,7 +168,8 @@ def _pool(plan: _Plan) -> KvPool:
     weights = model.weight_bytes(size) + model.rotary_cache_bytes()
     activation = _activation_bytes(plan)
     non_torch = NON_TORCH_BYTES if size == 1 else NON_TORCH_TP_BYTES
-    graphs = 0 if plan.enforce_eager else CUDA_GRAPH_BASE_BYTES + CUDA_GRAPH_BYTES_PER_LAYER * model.num_layers
+    counts_graphs = plan.counts_cuda_graphs and not plan.enforce_eager
+    graphs = 0 if not counts_graphs else CUDA_GRAPH_BASE_BYTES + CUDA_GRAPH_BYTES_PER_LAYER * model.num_layers
     kv_bytes, source = requested - weights - activation - non_torch - graphs, "formula"
     if plan.kv_cache_memory_bytes is not None:
         kv_bytes, source = plan.kv_cache_memory_bytes, "kv_cache_memory_bytes"
@@ -200,12 +210,13 @@ def _blocks_of_one_request(max_model_len: int, block_size: int) -> int:
     return -(-max_model_len // block_size)
 
 
-def _starts(pool: KvPool, max_model_len: int) -> bool:
-    return pool.num_gpu_blocks - 1 >= _blocks_of_one_request(max_model_len, pool.block_size)
+def _starts(plan: _Plan, pool: KvPool) -> bool:
+    num_blocks = pool.num_gpu_blocks - plan.num_reserved_blocks
+    return num_blocks >= _blocks_of_one_request(plan.max_model_len, pool.block_size)
 
 
 def _infeasible(plan: _Plan, pool: KvPool) -> InfeasibleDeployment:
-    usable_blocks = max(pool.num_gpu_blocks - 1, 0)
+    usable_blocks = max(pool.num_gpu_blocks - plan.num_reserved_blocks, 0)
     largest = usable_blocks * pool.block_size
     needed_blocks = _blocks_of_one_request(plan.max_model_len, plan.block_size)
     where = (
@@ -236,7 +247,7 @@ def _remedy(plan: _Plan, largest_max_model_len: int, smallest_size: int | None) 
     remedies = []
     if largest_max_model_len > 0:
         remedies.append(f"lower max_model_len to {largest_max_model_len} or less")
-    num_blocks = _blocks_of_one_request(plan.max_model_len, plan.block_size) + 1  # and the null block
+    num_blocks = _blocks_of_one_request(plan.max_model_len, plan.block_size) + plan.num_reserved_blocks
     if plan.num_gpu_blocks_override is not None:
         remedies.append(f"raise num_gpu_blocks_override to {num_blocks}")
     elif plan.kv_cache_memory_bytes is not None:
@@ -270,7 +281,7 @@ def _smallest_utilization(plan: _Plan) -> float | None:
 
 
 def _would_start(plan: _Plan) -> bool:
-    return _starts(_pool(plan), plan.max_model_len)
+    return _starts(plan, _pool(plan))
 
 
 def _assumptions(plan: _Plan, source: str) -> tuple[str, ...]:
@@ -288,11 +299,13 @@ def _assumptions(plan: _Plan, source: str) -> tuple[str, ...]:
         f"CUDA context and communication buffers are taken as {_gib(NON_TORCH_BYTES)} on one GPU and "
         f"{_gib(NON_TORCH_TP_BYTES)} with tensor parallelism.",
     ]
-    if plan.enforce_eager:
+    if not plan.counts_cuda_graphs:
+        sentences.append("CUDA graphs lie outside gpu_memory_utilization, as before vLLM 0.20.")
+    elif plan.enforce_eager:
         sentences.append("enforce_eager: no CUDA graphs are captured.")
     else:
         sentences.append(
-            f"CUDA graphs are taken out of the budget (vLLM does so since 0.21) as {_gib(CUDA_GRAPH_BASE_BYTES)} and "
+            f"CUDA graphs are taken out of the budget (vLLM does so since 0.20) as {_gib(CUDA_GRAPH_BASE_BYTES)} and "
             f"{CUDA_GRAPH_BYTES_PER_LAYER / GIB:.4f} GiB a layer, an estimate; vLLM's own estimate can be larger."
         )
     if plan.model.num_moe_layers:

@@ -2,7 +2,8 @@
 
 The free queue of vLLM 0.32 gives blocks from its front.  Released blocks that hold no full prefix go to the front,
 the others to the end; so the queue is always a stack of blank blocks ahead of a queue of cached ones, and it is kept
-as these two.
+as these two.  Before vLLM 0.24 all released blocks went to the end; then the stack only holds those that were never
+used, and the queue has runs of blank blocks, too.
 
 Most cached blocks can never be looked up again, because only their finished request knew their content.  They take
 part in the order of the queue like all others, but need no entry in the index; the queue holds them as whole runs.
@@ -12,6 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+
+_BLANK, _CACHED, _FINDABLE = range(3)
+"""Kinds of runs: without a full prefix, with one that nobody can look for, with one that is in the index."""
 
 
 class BlockPool:
@@ -29,23 +33,27 @@ class BlockPool:
         "_extra_holders",
         "_index",
         "_key_of",
+        "_num_blank_queued",
         "_num_entries",
+        "_num_queued",
         "_queue",
         "_run_of",
         "caching",
         "num_blocks",
-        "num_free_cached",
+        "unhashed_first",
     )
 
-    def __init__(self, num_blocks: int, caching: bool) -> None:
+    def __init__(self, num_blocks: int, caching: bool, *, unhashed_first: bool = True) -> None:
         self.num_blocks = num_blocks
         self.caching = caching
-        self.num_free_cached = 0
-        """Free blocks that hold a full prefix."""
+        self.unhashed_first = unhashed_first
+        """Whether released blocks without a full prefix go to the front of the free queue (since vLLM 0.24)."""
         self._blank = list(range(num_blocks - 1, 0, -1))  # the next one out is the last
-        # The cached free blocks: runs, each with the next one out last.  A findable block that was held again leaves
+        # The other free blocks: runs, each with the next one out last.  A findable block that was held again leaves
         # a stale entry behind; it is valid only in the run that _run_of names.
-        self._queue: deque[tuple[list[int], bool]] = deque()  # (blocks, whether they are findable)
+        self._queue: deque[tuple[list[int], int]] = deque()  # (blocks, their kind)
+        self._num_queued = 0  # without stale entries
+        self._num_blank_queued = 0
         self._run_of: dict[int, list[int]] = {}
         self._num_entries = 0
         self._key_of: dict[int, int] = {}
@@ -55,7 +63,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out."""
-        return len(self._blank) + self.num_free_cached
+        return len(self._blank) + self._num_queued
+
+    @property
+    def num_free_cached(self) -> int:
+        """Free blocks that hold a full prefix."""
+        return self._num_queued - self._num_blank_queued
 
     @property
     def num_keys(self) -> int:
@@ -66,7 +79,7 @@ class BlockPool:
         """The free blocks in the order in which they would be handed out."""
         return [
             *reversed(self._blank),
-            *(block for run, findable in self._queue for block in self._valid(run, findable)),
+            *(block for run, kind in self._queue for block in self._valid(run, kind)),
         ]
 
     def take(self, count: int) -> list[int]:
@@ -80,7 +93,7 @@ class BlockPool:
             return taken
         taken = blank[::-1]
         blank.clear()
-        self._take_cached(taken, count - len(taken))
+        self._take_queued(taken, count - len(taken))
         return taken
 
     def lookup(self, keys: Iterable[int]) -> list[int]:
@@ -104,7 +117,7 @@ class BlockPool:
         for block in blocks:
             if block in run_of:
                 del run_of[block]
-                self.num_free_cached -= 1
+                self._num_queued -= 1
             else:
                 extra[block] = extra.get(block, 0) + 1
 
@@ -121,31 +134,41 @@ class BlockPool:
         """Take one holder off a request's blocks.
 
         The first ``num_cached`` hold full prefixes, the first ``num_findable`` of these are in the index.  Blocks
-        come back tail first: the blank ones to the front of the queue, the cached ones to its end.
+        come back tail first: the blank ones to the front of the queue (or with the others), the cached ones to its
+        end.
         """
         if self._extra_holders:
             blocks, num_findable, num_cached = self._drop_holders(blocks, num_findable, num_cached)
-        self._blank.extend(blocks[num_cached:] if num_cached else blocks)
+        if self.unhashed_first:
+            self._blank.extend(blocks[num_cached:] if num_cached else blocks)
+        elif num_cached < len(blocks):
+            self._queue_blank(blocks[num_cached:])
         if not num_cached:
             return
         if num_cached > num_findable:
-            self._queue.append((blocks[num_findable:num_cached], False))
+            self._queue.append((blocks[num_findable:num_cached], _CACHED))
         if num_findable:
             run = blocks[:num_findable]
             self._run_of.update(dict.fromkeys(run, run))
-            self._queue.append((run, True))
-        self.num_free_cached += num_cached
+            self._queue.append((run, _FINDABLE))
+        self._num_queued += num_cached
         self._num_entries += num_cached
         if self._num_entries > 2 * self.num_blocks:
             self._drop_stale()
 
-    def _take_cached(self, taken: list[int], count: int) -> None:
+    def _queue_blank(self, run: list[int]) -> None:
+        self._queue.append((run, _BLANK))
+        self._num_blank_queued += len(run)
+        self._num_queued += len(run)
+        self._num_entries += len(run)
+
+    def _take_queued(self, taken: list[int], count: int) -> None:
         queue = self._queue
-        self.num_free_cached -= count
+        self._num_queued -= count
         while count:
-            run, findable = queue[0]
+            run, kind = queue[0]
             size = len(run)
-            if findable:
+            if kind == _FINDABLE:
                 count -= self._take_findable(run, taken, count)
             elif count < size:
                 taken += run[: -count - 1 : -1]
@@ -155,7 +178,10 @@ class BlockPool:
                 taken += run[::-1]
                 run.clear()
                 count -= size
-            self._num_entries -= size - len(run)
+            num_gone = size - len(run)
+            self._num_entries -= num_gone
+            if kind == _BLANK:
+                self._num_blank_queued -= num_gone
             if not run:
                 queue.popleft()
 
@@ -195,16 +221,16 @@ class BlockPool:
         return freed + blocks[num_findable:], num_findable - num_kept, num_cached - num_kept
 
     def _drop_stale(self) -> None:
-        queue: deque[tuple[list[int], bool]] = deque()
-        for run, findable in self._queue:
+        queue: deque[tuple[list[int], int]] = deque()
+        for run, kind in self._queue:
             kept = run
-            if findable:
+            if kind == _FINDABLE:
                 kept = [block for block in run if self._run_of.get(block) is run]
                 self._run_of.update(dict.fromkeys(kept, kept))
             if kept:
-                queue.append((kept, findable))
+                queue.append((kept, kind))
         self._queue = queue
-        self._num_entries = self.num_free_cached
+        self._num_entries = self._num_queued
 
-    def _valid(self, run: list[int], findable: bool) -> Iterator[int]:
-        return (block for block in reversed(run) if not findable or self._run_of.get(block) is run)
+    def _valid(self, run: list[int], kind: int) -> Iterator[int]:
+        return (block for block in reversed(run) if kind != _FINDABLE or self._run_of.get(block) is run)

@@ -54,6 +54,10 @@ class SchedulerConfig:
     pipeline_parallel_size: int = 1
     use_v2_model_runner: bool = False
     """vLLM's second model runner, which may keep pipelines full under async scheduling."""
+    free_blocks_to_front: bool = True
+    """Freed blocks without a full prefix are the next to be handed out; before vLLM 0.24 they were the last."""
+    long_prefill_spares_lone_request: bool = True
+    """``long_prefill_token_threshold`` does not cut a request that is alone; before vLLM 0.31 it did."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size"):

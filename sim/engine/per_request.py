@@ -246,7 +246,7 @@ class PerRequestScheduler(Scheduler):
         decodes = context = chunks = tokens = cached = pairs = sampled = 0
         for request, num_tokens, computed, _, samples in plan.chunks:
             progress = self._progress[request]
-            if num_tokens == 1 and computed >= request.num_start_tokens > 0:
+            if num_tokens == 1 and request not in self.prefilling:
                 decodes += 1
                 context += computed + 1
             else:

@@ -35,7 +35,9 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_gpu_blocks, config.enable_prefix_caching)
+        self.pool = BlockPool(
+            config.num_gpu_blocks, config.enable_prefix_caching, unhashed_first=config.free_blocks_to_front
+        )
         self.waiting: WaitingQueue = PriorityQueue() if config.policy == "priority" else FcfsQueue()
         self.running: dict[Request, None] = {}  # in the order of admission
         self.decoding = DecodeSet(config.block_size)
@@ -189,12 +191,12 @@ class Scheduler:
     # -- what the running requests get
 
     def _chunk_limit(self) -> int:
-        """Longest chunk of one request in this step; 0 is no limit.  A request that is alone is never cut."""
+        """Longest chunk of one request in this step; 0 is no limit.  A request that is alone is not cut (by default)."""
         limit = self.config.long_prefill_token_threshold
         if not limit:
             return 0
         num_requests = len(self.running) + len(self.waiting)
-        if num_requests <= 1:
+        if not num_requests or (num_requests == 1 and self.config.long_prefill_spares_lone_request):
             return 0
         if self.config.long_prefill_token_threshold_adaptive:
             return max(limit, self.config.max_num_batched_tokens // num_requests)

@@ -14,8 +14,8 @@ WAITING, RUNNING, PREEMPTED, DONE = "WAITING", "RUNNING", "PREEMPTED", "DONE"
 class Blocks:
     """Free queue (front = next to be handed out), ref counts, prefix index."""
 
-    def __init__(self, n, size, caching):
-        self.n, self.size, self.caching = n, size, caching
+    def __init__(self, n, size, caching, to_front=True):
+        self.n, self.size, self.caching, self.to_front = n, size, caching, to_front
         self.queue = OrderedDict((i, None) for i in range(1, n))   # block 0 is the null block
         self.ref = [0] * n
         self.key = [None] * n            # prefix key of a cached block
@@ -56,7 +56,7 @@ class Blocks:
         for b in ids:
             self.ref[b] -= 1
             if self.ref[b] == 0:
-                (back if self.key[b] is not None else front).append(b)
+                (back if self.key[b] is not None or not self.to_front else front).append(b)
         for b in reversed(front):
             self.queue[b] = None
             self.queue.move_to_end(b, last=False)
@@ -97,7 +97,8 @@ class Sim:
         self.case, c = case, case["config"]
         g = c.get
         self.bs = c["block_size"]
-        self.pool = Blocks(c["num_gpu_blocks"], self.bs, g("enable_prefix_caching", True))
+        self.pool = Blocks(c["num_gpu_blocks"], self.bs, g("enable_prefix_caching", True), g("free_blocks_to_front", True))
+        self.spares_lone = g("long_prefill_spares_lone_request", True)
         self.seats = c.get("max_num_active_seqs") or c["max_num_seqs"]
         self.input_cap = c["max_num_batched_tokens"]
         self.tok_cap = g("max_num_scheduled_tokens") or self.input_cap
@@ -196,7 +197,7 @@ class Sim:
         self.n += 1
         budget, room = self.tok_cap, self.input_cap
         n_all = len(self.running) + len(self.waiting)
-        thr = self.thr if n_all > 1 else 0
+        thr = self.thr if n_all > 1 or (n_all and not self.spares_lone) else 0
         if thr and self.adaptive:
             thr = max(thr, room // n_all)
         sched, newblk, drafts, victims = OrderedDict(), {}, {}, []
