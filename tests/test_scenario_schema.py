@@ -402,7 +402,7 @@ def test_the_beginning_of_a_name_is_enough_to_be_understood() -> None:
     for given in ("chat", "chat-8b", "closed"):
         with pytest.raises(ScenarioUnreadable, match=f"did you mean '{given}"):
             load_scenario(given)
-    with pytest.raises(ScenarioUnreadable, match="bundled are chat-8b-h100, closed-loop"):
+    with pytest.raises(ScenarioUnreadable, match="bundled are agent-sessions, "):
         load_scenario("nothing-like-it")
 
 

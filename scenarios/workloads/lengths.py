@@ -119,14 +119,23 @@ class Exponential:
     mean: Mean
     minimum: Minimum = 1
     maximum: Maximum = None
+    redraw: Annotated[
+        bool, "Draw again what exceeds max instead of lowering it to max: fewer long ones, none piled up at max."
+    ] = False
 
     def __post_init__(self) -> None:
         check_parameters(self)
         _check_bounds(self.minimum, self.maximum)
+        if self.redraw and self.maximum is None:
+            raise ValueError("redraw needs max: it says what to do with what exceeds it")
 
     def sample(self, rng: np.random.Generator, n: int) -> IntArray:
-        """``n`` draws, rounded and clipped."""
-        return _clipped(rng.exponential(self.mean, n), self.minimum, self.maximum)
+        """``n`` draws, rounded, and clipped or drawn from below ``maximum``."""
+        if not self.redraw:
+            return _clipped(rng.exponential(self.mean, n), self.minimum, self.maximum)
+        assert self.maximum is not None, "checked when it was made"
+        share_below = -math.expm1(-(self.maximum + 0.5) / self.mean)  # what rounds to maximum or less
+        return _clipped(-self.mean * np.log1p(-share_below * rng.random(n)), self.minimum, self.maximum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +203,27 @@ class Empirical:
     """How many they are."""
 
     def __post_init__(self) -> None:
-        values = np.asarray(self.values)
-        if values.ndim != 1 or not len(values) or values.dtype.kind not in "iu" or values.min() < 1:
-            raise ValueError(
-                f"values must be whole numbers of at least 1, at least one of them, got {self.values!r:.80}"
-            )
-        object.__setattr__(self, "values", tuple(values.tolist()))
-        object.__setattr__(self, "num_values", len(values))
+        _set_values(self, self.values)
 
     def sample(self, rng: np.random.Generator, n: int) -> IntArray:
         """``n`` draws."""
         return np.array(self.values, np.int64)[rng.integers(0, len(self.values), n)]
+
+
+@dataclass(frozen=True, slots=True)
+class InTurn:
+    """These values in turn, and again from the first: no chance is in it."""
+
+    values: Annotated[tuple[int, ...], "The lengths in their order, each at least 1 token."] = field(repr=False)
+    num_values: int = field(init=False)
+    """How many they are."""
+
+    def __post_init__(self) -> None:
+        _set_values(self, self.values)
+
+    def sample(self, rng: np.random.Generator, n: int) -> IntArray:  # noqa: ARG002 - one signature for all
+        """The first ``n`` of them."""
+        return np.resize(np.array(self.values, np.int64), n)
 
 
 def _uniform(
@@ -276,6 +295,7 @@ LENGTH_KINDS: dict[str, Callable[..., Lengths]] = {
     "geometric": Geometric,
     "quantiles": _quantiles,
     "empirical": Empirical,
+    "in_turn": InTurn,
 }
 
 
@@ -284,8 +304,9 @@ def lengths_from(spec: Lengths | int | str | Mapping[str, Any], what: str = "len
 
     ``{"dist": "fixed", "tokens"}``, ``{"dist": "uniform", "low", "high"}`` or ``{…, "tokens", "range_ratio"}``,
     ``{"dist": "lognormal", "mean", "sigma" or "std", "min", "max"}``, ``{"dist": "exponential" or "geometric", "mean",
-    "min", "max"}``, ``{"dist": "quantiles", "p50": 200, "p99": 4000, "max": 9000}`` or ``{…, "quantiles": [[0.5, 200],
-    …]}``, ``{"dist": "empirical", "values": […]}``.  A distribution is returned as it is.
+    "min", "max"}`` (the former also with ``"redraw"``), ``{"dist": "quantiles", "p50": 200, "p99": 4000, "max": 9000}``
+    or ``{…, "quantiles": [[0.5, 200], …]}``, ``{"dist": "empirical" or "in_turn", "values": […]}``.  A distribution is
+    returned as it is.
 
     Raises ValueError that begins with ``what``.
     """
@@ -308,6 +329,15 @@ def _check_bounds(minimum: int, maximum: int | None) -> None:
 def _clipped(values: npt.NDArray[Any], minimum: int, maximum: int | None) -> IntArray:
     clipped = np.clip(np.rint(values), minimum, MAX_TOKENS if maximum is None else maximum)
     return np.asarray(clipped, np.int64)
+
+
+def _set_values(of: Empirical | InTurn, given: Sequence[int]) -> None:
+    """Check the values of a distribution and set them with their number.  Raises ValueError."""
+    values = np.asarray(given)
+    if values.ndim != 1 or not len(values) or values.dtype.kind not in "iu" or values.min() < 1:
+        raise ValueError(f"values must be whole numbers of at least 1, at least one of them, got {given!r:.80}")
+    object.__setattr__(of, "values", tuple(values.tolist()))
+    object.__setattr__(of, "num_values", len(values))
 
 
 def _pairs(quantiles: Mapping[Any, float] | Sequence[Sequence[float]]) -> list[tuple[Any, ...]]:
