@@ -237,7 +237,7 @@ def _distribution(name: str, title: str, values: Sample, of: str, summary: Summa
     scale, unit = _latency_unit(np.array([values.percentile(99) or 0.0]))
     x = [(values.percentile(100 * level) or 0.0) / scale for level in levels]
     curve: Trace = {
-        "x": _round(x),
+        "x": rounded(x),
         "y": [round(100 * level, 4) for level in levels],
         "mode": "lines",
         "name": name.upper(),
@@ -249,7 +249,7 @@ def _distribution(name: str, title: str, values: Sample, of: str, summary: Summa
     is_log = _is_wide(values)
     if is_log:
         low, high = values.percentile(0) or 0.0, values.percentile(100) or 0.0
-        x_axis |= _log_axis(low / scale, high / scale) | {"rangemode": "normal"}
+        x_axis |= log_axis(low / scale, high / scale) | {"rangemode": "normal"}
     layout = _layout(None, {"title": f"share of {of} (%)", "range": [0, 112], "tickvals": [0, 25, 50, 75, 100]})
     layout["xaxis"] |= x_axis
     quantiles = {level: (values.percentile(level) or 0.0) / scale for level in (50, 99)}
@@ -298,7 +298,7 @@ def _limit_label(limit: float, text: str, *, log: bool) -> dict[str, Any]:
 def _quantile_marks(quantiles: dict[int, float]) -> Trace:
     """Points on the curve at these levels."""
     return {
-        "x": _round(list(quantiles.values())), "y": list(quantiles), "mode": "markers", "showlegend": False,
+        "x": rounded(list(quantiles.values())), "y": list(quantiles), "mode": "markers", "showlegend": False,
         "hoverinfo": "skip", "cliponaxis": False, "marker": {"color": "@blue", "size": 9, "symbol": "circle"},
     }  # fmt: skip
 
@@ -490,7 +490,7 @@ def _preemption_marks(records: Records, axis: Axis) -> list[Trace]:
         {
             "x": _floats(place), "y": [104.0] * len(place), "mode": "markers", "customdata": number.tolist(),
             "name": f"preemptions ({len(times):,})", "hovertemplate": "%{customdata} preempted<extra></extra>",
-            "marker": {"symbol": "triangle-down", "color": "@vermillion", "size": _round(sizes, 3)},
+            "marker": {"symbol": "triangle-down", "color": "@vermillion", "size": rounded(sizes, 3)},
         }
     ]  # fmt: skip
 
@@ -554,7 +554,7 @@ def _limit(axis: Axis, value: int, name: str) -> Trace:
 def _points(x: FloatArray, y: FloatArray, name: str, colour: str, symbol: str, unit: str) -> Trace:
     look = {"color": f"{colour}/60", "size": 5, "symbol": symbol}
     text = f"{name} %{{y:,.4~r}} {unit}<extra></extra>"
-    return {"x": _floats(x), "y": _round(y), "mode": "markers", "name": name, "marker": look, "hovertemplate": text}
+    return {"x": _floats(x), "y": rounded(y), "mode": "markers", "name": name, "marker": look, "hovertemplate": text}
 
 
 def _quantile_bands(axis: Axis, sent: IntArray, values: FloatArray, name: str, colour: str, unit: str) -> list[Trace]:
@@ -566,7 +566,7 @@ def _quantile_bands(axis: Axis, sent: IntArray, values: FloatArray, name: str, c
     median = np.array([float(np.median(part)) for part in parts])
     low, high = np.array([part[0] for part in parts]), np.array([part[-1] for part in parts])
     line = {"color": colour, "width": 2, "dash": "solid" if name == "E2EL" else "dash"}
-    middle = {"x": _floats(x), "y": _round(median), "mode": "lines", "name": f"median {name}", "line": line}
+    middle = {"x": _floats(x), "y": rounded(median), "mode": "lines", "name": f"median {name}", "line": line}
     return [_closed(x, low, high, colour), middle | {"hovertemplate": f"%{{y:,.4~r}} {unit}"}]
 
 
@@ -584,11 +584,11 @@ def _layout(x_title: str | None, y_axis: dict[str, Any]) -> dict[str, Any]:
 def _log_if_wide(y_axis: dict[str, Any], values: FloatArray) -> dict[str, Any]:
     positive = values[values > 0]
     if len(positive) and positive.max() > 50 * positive.min():
-        return y_axis | _log_axis(float(positive.min()), float(positive.max()))
+        return y_axis | log_axis(float(positive.min()), float(positive.max()))
     return y_axis | {"rangemode": "tozero"}
 
 
-def _log_axis(low: float, high: float) -> dict[str, Any]:
+def log_axis(low: float, high: float) -> dict[str, Any]:
     """A logarithmic axis with ticks at 1, 2 and 5 of each decade, or at decades if it holds more than two or three."""
     first, last = int(np.floor(np.log10(low))), int(np.ceil(np.log10(high)))
     leading = (1, 2, 5) if high < 300 * low else (1,)
@@ -605,10 +605,10 @@ def _middles(edges: FloatArray, axis: Axis) -> FloatArray:
 
 
 def _floats(values: npt.NDArray[Any]) -> list[float]:
-    return _round(values, 6)
+    return rounded(values, 6)
 
 
-def _round(values: npt.NDArray[Any] | list[float], digits: int = 5) -> list[float]:
+def rounded(values: npt.NDArray[Any] | list[float], digits: int = 5) -> list[float]:
     """Values with so many significant digits: finer than any pixel, and short to write."""
     array = np.asarray(values, np.float64)
     with np.errstate(divide="ignore"):

@@ -190,7 +190,21 @@ def test_links_between_documents_lead_somewhere(path: Path) -> None:
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
-VLLM_FLAGS = {"--save-result", "--save-detailed", "--random-range-ratio", "--append-result"}
+VLLM_FLAGS = {
+    "--additional-config",
+    "--append-result",
+    "--backend",
+    "--base-url",
+    "--endpoint",
+    "--distributed-executor-backend",
+    "--num-prompts",
+    "--random-input-len",
+    "--random-output-len",
+    "--random-range-ratio",
+    "--save-detailed",
+    "--save-result",
+    "--scheduler-cls",
+}
 """Flags of vLLM's own programs that the documents speak of."""
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from windtunnel.api import Run, load_run, simulate
+    from windtunnel.comparison import Comparison, compare
     from windtunnel.rundir import OutputError, RunUnreadable
     from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
     from windtunnel.scenarios.workloads.errors import TraceError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
     "InfeasibleDeployment",
     "OutputError",
     "RequestTooLarge",
@@ -33,11 +35,13 @@ __all__ = [
     "ScenarioUnreadable",
     "TraceError",
     "UnsupportedModel",
+    "compare",
     "load_run",
     "simulate",
 ]
 
 _HOMES = {
+    "Comparison": "windtunnel.comparison",
     "InfeasibleDeployment": "windtunnel.sim.deployment.memory",
     "OutputError": "windtunnel.rundir",
     "RequestTooLarge": "windtunnel.sim.simulate",
@@ -47,6 +51,7 @@ _HOMES = {
     "ScenarioUnreadable": "windtunnel.scenarios.errors",
     "TraceError": "windtunnel.scenarios.workloads.errors",
     "UnsupportedModel": "windtunnel.sim.deployment.model",
+    "compare": "windtunnel.comparison",
     "load_run": "windtunnel.api",
     "simulate": "windtunnel.api",
 }

@@ -1,0 +1,408 @@
+"""Runs held against each other: who is ahead and by how much, and where their curves cross.
+
+A *variant* is a policy or a group of settings; all variants are run on one workload, at each value of an *axis* if
+there is one.  Numbers are those of the runs' summaries, under the keys of the JSON summary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, pairwise
+from math import exp, inf, isfinite, log
+from typing import Any, Literal
+
+from windtunnel.sim.metrics.stability import Verdict
+
+TIE = 0.01
+"""Numbers that differ by no more than this share of the larger one are level: runs of one seed are not more exact."""
+WIDE_AXIS = 10
+"""Ratio of the largest to the smallest position above which the axis is logarithmic."""
+WIDE_METRIC = 50
+"""The same of a metric's values."""
+SAME_MEAN = 1.25
+"""Ratio of the largest to the smallest mean length up to which only the spread of lengths is said to vary."""
+
+Better = Literal["higher", "lower", ""]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number of the summary: what it is called, its unit, and which way is good."""
+
+    key: str
+    words: str
+    """In a sentence: ``mean E2EL``."""
+    unit: str
+    """``ms``, ``s``, ``tok/s``, ``req/s``, ``%`` for what is a share in the summary, or nothing for a count."""
+    better: Better
+    """Empty where neither is good in itself."""
+
+    @property
+    def label(self) -> str:
+        """In a table: ``Mean E2EL (ms)``."""
+        name = f"{self.words[:1].upper()}{self.words[1:]}"
+        return f"{name} ({self.unit})" if self.unit else name
+
+    @property
+    def is_latency(self) -> bool:
+        """Whether it describes the length of the run, not the system, once the system is overloaded."""
+        return self.unit == "ms"
+
+
+_LATENCY_KEY = re.compile(r"(mean|median|std|p\d+(?:\.\d+)?)_(\w+)_ms")
+_LATENCIES = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2el": "E2EL",
+    "client_queue_time": "client queue time",
+    "e2el_including_client_queue": "E2EL incl. client queue",
+}
+_STATISTICS = {"std": "standard deviation of"}
+_METRICS: dict[str, tuple[str, str, Better]] = {
+    "completed": ("successful requests", "", "higher"),
+    "failed": ("failed requests", "", "lower"),
+    "duration": ("benchmark duration", "s", "lower"),
+    "request_throughput": ("request throughput", "req/s", "higher"),
+    "request_goodput": ("request goodput", "req/s", "higher"),
+    "goodput_share": ("good requests", "%", "higher"),
+    "output_throughput": ("output token throughput", "tok/s", "higher"),
+    "total_token_throughput": ("total token throughput", "tok/s", "higher"),
+    "max_output_tokens_per_s": ("peak output token throughput", "tok/s", "higher"),
+    "offered_request_rate": ("offered request rate", "req/s", ""),
+    "utilisation": ("utilisation (rho)", "", ""),
+    "busy_share": ("busy", "%", ""),
+    "batch_size_mean": ("mean batch size", "", ""),
+    "num_running_peak": ("peak running requests", "", ""),
+    "num_waiting_mean": ("mean waiting requests", "", "lower"),
+    "num_waiting_peak": ("peak waiting requests", "", "lower"),
+    "num_steps": ("steps", "", ""),
+    "kv_usage_mean": ("mean KV usage", "%", ""),
+    "kv_usage_peak": ("peak KV usage", "%", ""),
+    "preemptions": ("preemptions", "", "lower"),
+    "num_preempted_requests": ("preempted requests", "", "lower"),
+    "max_preemptions_per_request": ("most preemptions of one request", "", "lower"),
+    "recomputed_prefill_tokens": ("recomputed prefill tokens", "", "lower"),
+    "recomputed_prefill_share": ("recomputed share of prefill", "%", "lower"),
+    "prefix_cache_hit_rate": ("prefix cache hit rate", "%", "higher"),
+    "swapped_out_blocks": ("swapped out blocks", "", "lower"),
+    "swapped_in_blocks": ("swapped in blocks", "", "lower"),
+    "computed_tokens": ("computed tokens", "", ""),
+    "useful_tokens": ("useful tokens", "", ""),
+    "recomputed_tokens": ("recomputed tokens", "", "lower"),
+    "padding_tokens": ("padding tokens", "", "lower"),
+    "straggler_tokens": ("straggler tokens", "", "lower"),
+    "rejected_draft_tokens": ("rejected draft tokens", "", "lower"),
+    "wasted_token_share": ("wasted tokens", "%", "lower"),
+    "slot_efficiency": ("slot efficiency", "%", "higher"),
+    "slots_mean": ("mean slots held", "", ""),
+    "slot_throughput": ("slot throughput", "slots/s", ""),
+    "mean_prefill_batch_size": ("mean prefill batch size", "", ""),
+}
+
+
+@cache
+def metric(key: str) -> Metric:
+    """What is known of a key of the summary; one that nothing is known of is called as it is written."""
+    latency = _LATENCY_KEY.fullmatch(key)
+    if latency is not None:
+        statistic, name = latency.groups()
+        words = f"{_STATISTICS.get(statistic, statistic)} {_LATENCIES.get(name, name.replace('_', ' '))}"
+        return Metric(key, words.replace("p", "P", 1) if statistic.startswith("p") else words, "ms", "lower")
+    words, unit, better = _METRICS.get(key, (key.replace("_", " "), "", ""))
+    return Metric(key, words, unit, better)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRun:
+    """One run of a comparison."""
+
+    variant: str
+    place: int
+    """Which value of the axis it was run at; 0 without an axis."""
+    summary: Mapping[str, Any] | None
+    """None if the deployment is infeasible."""
+    infeasible: str = ""
+    """Why."""
+
+    def number(self, key: str) -> float | None:
+        """A number of the summary; None where there is none, or no finite one."""
+        value = None if self.summary is None else self.summary.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None
+        return float(value) if isfinite(value) else None
+
+    @property
+    def verdict(self) -> str:
+        """``stable``, ``overloaded`` … or ``infeasible``."""
+        return "infeasible" if self.summary is None else str(self.summary.get("stability", "")).replace("_", " ")
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether a longer run would show higher latencies: those that were measured describe its length."""
+        return self.verdict in (Verdict.OVERLOADED, Verdict.STALLED)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonAxis:
+    """What is varied beside the variants."""
+
+    key: str
+    """The setting."""
+    values: tuple[str, ...]
+    """Its values as people write them, in the order in which they were given."""
+    label: str
+    """What the positions are."""
+    positions: tuple[float, ...] | None = None
+    """Where each value stands on a numeric axis; None where the values are mere categories."""
+
+    @property
+    def order(self) -> list[int]:
+        """Places in the order of their positions, without those at infinity; all as given, for categories."""
+        if self.positions is None:
+            return list(range(len(self.values)))
+        finite = [place for place, position in enumerate(self.positions) if isfinite(position)]
+        return sorted(finite, key=self.positions.__getitem__)
+
+    @property
+    def is_log(self) -> bool:
+        """Whether positions are spread over more than a decade."""
+        return self.positions is not None and is_wide([self.positions[place] for place in self.order], WIDE_AXIS)
+
+
+def numeric_axis(key: str, values: Sequence[str], numbers: Sequence[Any]) -> ComparisonAxis:
+    """An axis whose values are numbers; of categories if one of them is none or two are equal."""
+    are_numbers = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
+    if not are_numbers or len(set(numbers)) < len(numbers):
+        return ComparisonAxis(key, tuple(values), key)
+    return ComparisonAxis(key, tuple(values), key, tuple(float(number) for number in numbers))
+
+
+def length_axis(
+    key: str, values: Sequence[str], of: str, lengths: Sequence[tuple[float, float] | None]
+) -> ComparisonAxis:
+    """An axis whose values are distributions of lengths; ``lengths`` are the measured means and standard deviations.
+
+    A value stands at its coefficient of variation if the means are about equal, else at its mean.
+    """
+    known = [length for length in lengths if length is not None]
+    if len(known) < len(lengths) or any(mean <= 0 for mean, _ in known):
+        return ComparisonAxis(key, tuple(values), key)
+    means = [mean for mean, _ in known]
+    if max(means) <= SAME_MEAN * min(means):
+        label, positions = f"spread of {of} lengths (CV)", tuple(deviation / mean for mean, deviation in known)
+    else:
+        label, positions = f"mean {of} length (tokens)", tuple(means)
+    if len(set(positions)) < len(positions):
+        return ComparisonAxis(key, tuple(values), key)
+    return ComparisonAxis(key, tuple(values), label, positions)
+
+
+def is_wide(values: Sequence[float], ratio: float) -> bool:
+    """Whether all are positive and the largest is more than ``ratio`` times the smallest."""
+    return bool(values) and min(values) > 0 and max(values) > ratio * min(values)
+
+
+def are_level(first: float, second: float) -> bool:
+    """Whether two numbers differ by no more than chance and rounding may make them."""
+    return abs(first - second) <= TIE * max(abs(first), abs(second))
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRuns:
+    """All runs of a comparison."""
+
+    variants: tuple[str, ...]
+    axis: ComparisonAxis | None
+    runs: tuple[ComparedRun, ...]
+    """By place, and there by variant."""
+    metrics: tuple[str, ...]
+    """Keys of the summary that the answer, the curves and their crossings are about."""
+    baseline: str
+    """The variant that changes are counted from."""
+
+    @property
+    def places(self) -> range:
+        """Values of the axis by number; one without an axis."""
+        return range(1 if self.axis is None else len(self.axis.values))
+
+    def run(self, variant: str, place: int = 0) -> ComparedRun:
+        """The run of a variant at a value of the axis."""
+        return self.runs[place * len(self.variants) + self.variants.index(variant)]
+
+    def change(self, run: ComparedRun, key: str) -> float | None:
+        """By which share a number differs from the baseline's at the same place; None where that says nothing."""
+        own, other = run.number(key), self.run(self.baseline, run.place).number(key)
+        if run.variant == self.baseline or own is None or other is None:
+            return None
+        return 0.0 if own == other else (own - other) / abs(other) if other else None
+
+    def numbers(self, key: str) -> list[float]:
+        """All values of a metric."""
+        return [number for run in self.runs if (number := run.number(key)) is not None]
+
+    def is_log(self, key: str) -> bool:
+        """Whether the values of a metric along the axis are so far apart that ratios say more than differences."""
+        places = self.places if self.axis is None else self.axis.order
+        return is_wide(
+            [number for run in self.runs if run.place in places and (number := run.number(key)) is not None],
+            WIDE_METRIC,
+        )
+
+    def relations(self) -> Iterator[Relation]:
+        """What holds between each two variants, metric by metric."""
+        for key in self.metrics:
+            for first, second in combinations(self.variants, 2):
+                yield relate(self, key, first, second)
+
+    def leaders(self, key: str, place: int = 0) -> list[ComparedRun]:
+        """The runs at this place that have this number, best first; those of a hopeless verdict last."""
+        here = [run for run in self.runs if run.place == place and run.number(key) is not None]
+        return self._best_first(key, here)
+
+    def best(self, key: str, variant: str) -> list[ComparedRun]:
+        """The runs of a variant that have this number, best first; those of a hopeless verdict last."""
+        return self._best_first(
+            key, [run for run in self.runs if run.variant == variant and run.number(key) is not None]
+        )
+
+    @staticmethod
+    def _best_first(key: str, runs: list[ComparedRun]) -> list[ComparedRun]:
+        sign = 1 if metric(key).better == "lower" else -1
+        judged = metric(key).is_latency
+        return sorted(runs, key=lambda run: (judged and run.is_hopeless, sign * (run.number(key) or 0.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Where the curves of two variants cross."""
+
+    metric: str
+    first: str
+    second: str
+    at: float
+    """Position on the axis, interpolated along the lines between runs (of logarithms where these are wide)."""
+    between: tuple[float, float]
+    """Positions of the nearest runs in which one was clearly ahead: the one before, the other after."""
+    value: float
+    """Of the metric there."""
+    ahead_before: str
+    ahead_after: str
+    advantage_before: float
+    """Largest ratio by which the one is ahead between the crossing before and this; infinite over a zero."""
+    advantage_after: float
+    """The same of the other, up to the next crossing."""
+    is_hopeless: bool
+    """Whether it is a latency and a run next to it was overloaded: then it depends on how long the runs were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """How two variants stand to each other in one metric, along the axis."""
+
+    metric: str
+    first: str
+    second: str
+    crossings: tuple[Crossing, ...]
+    ahead: str | None
+    """The one that is ahead wherever they are not level; None if each is somewhere, or neither anywhere."""
+    advantages: tuple[float, float] | None
+    """Smallest and largest ratio by which it is ahead (higher over lower value); None without one, or at zeros."""
+    num_compared: int
+    """Places at which both have a number."""
+    num_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Numbers of two variants at one place."""
+
+    x: float
+    first: float
+    second: float
+    is_hopeless: bool
+
+    @property
+    def sign(self) -> int:
+        """Which is the larger; 0 if they are level."""
+        return 0 if are_level(self.first, self.second) else 1 if self.first > self.second else -1
+
+    @property
+    def ratio(self) -> float:
+        """Of the larger to the smaller; 1 if they are level, infinite if one is 0 or below."""
+        low, high = sorted((self.first, self.second))
+        return 1.0 if not self.sign else high / low if low > 0 else inf
+
+
+def relate(compared: ComparedRuns, key: str, first: str, second: str) -> Relation:
+    """Compare two variants in one metric.
+
+    They cross where one is clearly ahead in one run and the other in the next that is not level.  ``ahead`` is better,
+    or larger where neither is good in itself.
+    """
+    pairs = list(_pairs(compared, key, first, second))
+    signs = {pair.sign for pair in pairs} - {0}
+    is_numeric = compared.axis is not None and compared.axis.positions is not None
+    crossings = tuple(_crossings(compared, key, first, second, pairs)) if is_numeric else ()
+    ahead = _ahead(key, first, second, signs.pop()) if len(signs) == 1 else None
+    num_level = sum(pair.sign == 0 for pair in pairs)
+    return Relation(key, first, second, crossings, ahead, _advantages(pairs, ahead), len(pairs), num_level)
+
+
+def _pairs(compared: ComparedRuns, key: str, first: str, second: str) -> Iterator[_Pair]:
+    axis = compared.axis
+    for place in [0] if axis is None else axis.order:
+        runs = compared.run(first, place), compared.run(second, place)
+        one, other = runs[0].number(key), runs[1].number(key)
+        if one is not None and other is not None:
+            x = float(place) if axis is None or axis.positions is None else axis.positions[place]
+            yield _Pair(x, one, other, metric(key).is_latency and any(run.is_hopeless for run in runs))
+
+
+def _ahead(key: str, first: str, second: str, sign: int) -> str:
+    return first if (sign > 0) != (metric(key).better == "lower") else second
+
+
+def _advantages(pairs: Sequence[_Pair], ahead: str | None) -> tuple[float, float] | None:
+    ratios = [pair.ratio for pair in pairs]
+    return None if ahead is None or inf in ratios else (min(ratios), max(ratios))
+
+
+def _crossings(compared: ComparedRuns, key: str, first: str, second: str, pairs: Sequence[_Pair]) -> Iterator[Crossing]:
+    clear = [k for k, pair in enumerate(pairs) if pair.sign]
+    turns = [(k, m) for k, m in pairwise(clear) if pairs[k].sign != pairs[m].sign]
+    bounds = [0, *(m for _, m in turns), len(pairs)]
+    log_x, log_y = compared.axis is not None and compared.axis.is_log, compared.is_log(key)
+    for number, (before, after) in enumerate(turns):
+        part = pairs[before : after + 1]
+        at, value = _intersection(part, log_x=log_x, log_y=log_y)
+        yield Crossing(
+            metric=key,
+            first=first,
+            second=second,
+            at=at,
+            between=(part[0].x, part[-1].x),
+            value=value,
+            ahead_before=_ahead(key, first, second, part[0].sign),
+            ahead_after=_ahead(key, first, second, part[-1].sign),
+            advantage_before=max(pair.ratio for pair in pairs[bounds[number] : before + 1]),
+            advantage_after=max(pair.ratio for pair in pairs[after : bounds[number + 2]] if pair.sign == part[-1].sign),
+            is_hopeless=any(pair.is_hopeless for pair in part),
+        )
+
+
+def _intersection(pairs: Sequence[_Pair], *, log_x: bool, log_y: bool) -> tuple[float, float]:
+    """Where two broken lines first meet, of which one begins above the other and ends below it."""
+    place, height = (log if log_x else float), (log if log_y else float)
+    for left, right in pairwise(pairs):
+        gap, next_gap = (height(pair.first) - height(pair.second) for pair in (left, right))
+        if gap * pairs[0].sign > 0 and next_gap * pairs[0].sign > 0:
+            continue
+        part = gap / (gap - next_gap) if gap != next_gap else 0.0
+        x = place(left.x) + part * (place(right.x) - place(left.x))
+        y = height(left.first) + part * (height(right.first) - height(left.first))
+        return exp(x) if log_x else x, exp(y) if log_y else y
+    raise AssertionError("the lines end on opposite sides, so they meet")

@@ -1,0 +1,330 @@
+"""``windtunnel compare``: several variants on one workload, side by side."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windtunnel.cli.errors import EXIT_INFEASIBLE
+from windtunnel.cli.output import emit, note, warn
+
+if TYPE_CHECKING:
+    from windtunnel.comparison import Comparison
+    from windtunnel.comparison_plan import ComparisonPlan, PlannedRun
+    from windtunnel.sim.metrics.comparison import ComparedRun
+
+_WHAT, _RUN, _OUTPUT = "What is compared", "Run", "Output"
+_LISTS = ("objectives", "goodput", "percentiles", "values", "preferred_batch_size")
+"""Settings that are lists: one value on the command line is a list of one."""
+NO_AXIS = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What is done with the result."""
+
+    as_json: bool
+    markdown: bool
+    html: Path | None
+    csv: Path | None
+    jobs: int
+    quiet: bool
+    dry_run: bool
+
+
+def _flag(panel: str, *names: str, metavar: str | None = None, help: str, **more: Any) -> Any:  # noqa: A002
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, **more)
+
+
+def compare(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCENARIO | RUN_DIR RUN_DIR ...",
+            help="A scenario file, or the name of a bundled one; or two or more folders that windtunnel simulate -o "
+            "wrote.",
+            show_default=False,
+        ),
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        _flag(
+            _WHAT,
+            "--variant",
+            metavar="'NAME; KEY=VALUE; ...'",
+            help="A variant: its name, and what it sets; repeat it.",
+        ),
+    ] = None,
+    batching: Annotated[
+        list[str] | None,
+        _flag(_WHAT, "--batching", metavar="POLICY", help="A batching policy as a variant of its own name; repeat it."),
+    ] = None,
+    over: Annotated[
+        str | None,
+        _flag(
+            _WHAT,
+            "--over",
+            metavar="KEY=V1,V2,...",
+            help="Run each variant at each of these values of a setting; KEY alone takes the scenario's.",
+        ),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        _flag(
+            _WHAT,
+            "--metric",
+            metavar="KEY",
+            help="What curves and crossings are about: a key of simulate's --json; repeat it.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        _flag(_WHAT, "--baseline", metavar="NAME", help="Count changes from this variant, not from the first."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        _flag(
+            _RUN, "--set", metavar="KEY=VALUE", help="A setting for all runs, in place of the scenario's; repeat it."
+        ),
+    ] = None,
+    seed: Annotated[int | None, _flag(_RUN, "--seed", metavar="N", min=0, help="Seed of all randomness.")] = None,
+    jobs: Annotated[
+        int, _flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work; same results.")
+    ] = 1,
+    dry_run: Annotated[bool, _flag(_RUN, "--dry-run", help="List the runs and what they set; run nothing.")] = False,
+    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print JSON in place of the table.")] = False,
+    markdown: Annotated[bool, _flag(_OUTPUT, "--markdown", help="Print Markdown in place of the table.")] = False,
+    html: Annotated[
+        Path | None,
+        _flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file with the curves."),
+    ] = None,
+    csv: Annotated[
+        Path | None, _flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a run with all of its numbers.")
+    ] = None,
+    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
+) -> None:
+    """Run several variants (policies, settings) on one workload and compare them: who leads, by how much, and where
+    their curves cross.
+
+    A scenario may say in [compare] what is compared.  --variant and --batching take the place of its variants (and of
+    its axis, unless --over names it), --over that of its axis (--over none: no axis).  KEY is a key of a scenario file
+    (windtunnel schema --markdown) or its flag's name.  Parts are separated by ';' if there is one, else by ','.
+
+    \b
+    Examples:
+      windtunnel compare chat-8b-h100 --variant 'small; max_num_seqs=32' --variant 'large; max_num_seqs=256'
+      windtunnel compare chat-8b-h100 --batching continuous --batching static:batch_size=8 --set num_prompts=300
+      windtunnel compare chat-8b-h100 --variant 2k,max_num_batched_tokens=2k --variant 8k,max_num_batched_tokens=8k
+                         --over request_rate=5,10,20 --metric output_throughput --metric p99_itl_ms --html rate.html
+      windtunnel compare chat-8b-h100 --over 'output=256; exponential:mean=256'
+      windtunnel compare runs/64 runs/32
+    """
+    options = _Options(as_json, markdown, html, csv, jobs, quiet, dry_run)
+    if as_json and markdown:
+        raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
+    _check_outputs(options)
+    if _are_runs(targets or ()):
+        _refuse_with_runs(variant=variant, batching=batching, over=over, set=settings, seed=seed, dry_run=dry_run)
+        from windtunnel.comparison import compare_runs
+
+        _finish(compare_runs(targets or (), metrics=metric or (), baseline=baseline), options)
+        return
+    plan = _plan(targets or [], variant, batching, over, metric, baseline, settings, seed)
+    if dry_run:
+        emit(_plan_text(plan, as_json=as_json))
+        return
+    from windtunnel.comparison import execute_plan
+
+    _finish(execute_plan(plan, jobs=jobs, tell=None if quiet else _Teller(plan)), options)
+
+
+# --- what to do
+
+
+def _are_runs(targets: Sequence[str]) -> bool:
+    """Whether saved runs are named.  Raises BadParameter for several things of which one is none."""
+    from windtunnel.comparison import is_run
+
+    runs = [target for target in targets if is_run(target)]
+    if len(targets) > 1 and len(runs) < len(targets):
+        other = next(target for target in targets if target not in runs)
+        raise typer.BadParameter(
+            f"{other} is no folder of a saved run (windtunnel simulate -o): give one scenario, or several such folders",
+            param_hint="SCENARIO | RUN_DIR",
+        )
+    return bool(runs)
+
+
+def _refuse_with_runs(**given: Any) -> None:
+    for name, value in given.items():
+        if value:
+            raise typer.BadParameter(
+                "saved runs are compared as they are; name a scenario to run something",
+                param_hint=f"--{name.replace('_', '-')}",
+            )
+
+
+def _check_outputs(options: _Options) -> None:
+    from windtunnel.rundir import check_can_write_file
+
+    for path in (options.html, options.csv):
+        if path is not None:
+            check_can_write_file(path)
+
+
+def _plan(
+    targets: Sequence[str],
+    variant: Iterable[str] | None,
+    batching: Iterable[str] | None,
+    over: str | None,
+    metric: Iterable[str] | None,
+    baseline: str | None,
+    settings: Iterable[str] | None,
+    seed: int | None,
+) -> ComparisonPlan:
+    from windtunnel.comparison_plan import plan_comparison
+    from windtunnel.scenarios.load import Override
+
+    common = {key: Override(value, f"--set {key}") for key, value in map(_setting, settings or ())}
+    common |= {} if seed is None else {"seed": Override(seed, "--seed")}
+    variants = [*map(_variant, variant or ()), *((policy, {"batching": policy}) for policy in batching or ())]
+    for number, (name, _) in enumerate(variants):
+        if name in (earlier for earlier, _ in variants[:number]):
+            raise typer.BadParameter(f"two variants are called {name!r}: give each a name", param_hint="--variant")
+    axis, values = (None, ()) if over is None else _axis(over)
+    return plan_comparison(
+        targets[0] if targets else None,
+        dict(variants) or None,
+        axis=axis,
+        values=values,
+        metrics=metric or (),
+        baseline=baseline,
+        overrides=common,
+    )
+
+
+def _variant(text: str) -> tuple[str, dict[str, Any]]:
+    """``NAME; key=value; key=value``; without a name it is called by what it sets."""
+    first, *rest = _parts(text)
+    if "=" in first:
+        return text.strip(), dict(map(_setting, (first, *rest)))
+    return first, dict(map(_setting, rest))
+
+
+def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
+    if text.strip() == NO_AXIS:
+        return "", ()
+    name, equals, values = text.partition("=")
+    key = _key(name)
+    if not key or (equals and not values.strip()):
+        raise typer.BadParameter(f"{text!r} must read KEY=VALUE,VALUE,..., KEY or {NO_AXIS}", param_hint="--over")
+    return key, tuple(_value(key, part) for part in _parts(values)) if equals else ()
+
+
+def _parts(text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(";" if ";" in text else ",")]
+    kept = [part for part in parts if part]
+    if not kept:
+        raise typer.BadParameter(f"{text!r} is empty", param_hint="--variant, --over")
+    return kept
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise typer.BadParameter(
+            f"{text!r} must read KEY=VALUE (separate with ';' where a value has commas)", param_hint="--variant, --set"
+        )
+    key = _key(key)
+    return key, _value(key, value.strip())
+
+
+def _key(name: str) -> str:
+    """A key as the scenario file has it; a flag's name will do."""
+    from windtunnel.scenarios.flags import KEY_OF_PARAMETER
+
+    parameter = name.strip().removeprefix("--").replace("-", "_")
+    return KEY_OF_PARAMETER.get(parameter, parameter)
+
+
+def _value(key: str, text: str) -> Any:
+    """A number, true or false, a list or a table as TOML writes them; text if it is none of these."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        value = text
+    if not isinstance(value, bool | int | float | str | list | dict):
+        value = text
+    return [value] if key in _LISTS and not isinstance(value, list) else value
+
+
+# --- telling
+
+
+class _Teller:
+    """Says on stderr what a run came to, and once what it warned of."""
+
+    def __init__(self, plan: ComparisonPlan) -> None:
+        self.plan = plan
+        self.done = 0
+
+    def __call__(self, planned: PlannedRun, run: ComparedRun) -> None:
+        self.done += 1
+        place = f", {self.plan.axis} {self.plan.value_words(planned.place)}" if self.plan.axis else ""
+        note(f"{self.done} of {len(self.plan.runs)}: {planned.variant}{place}: {run.verdict}")
+
+
+def _plan_text(plan: ComparisonPlan, *, as_json: bool) -> str:
+    from windtunnel.cli.plan import table
+    from windtunnel.reports.values import plain
+    from windtunnel.rundir import to_json
+
+    reasons = plan.check()
+    if as_json:
+        runs = [
+            {"variant": run.variant, "place": run.place, "overrides": run.overrides, "infeasible": reason or None}
+            for run, reason in zip(plan.runs, reasons, strict=True)
+        ]
+        return to_json(
+            {
+                "scenario": plan.scenario.name,
+                "axis": plan.axis,
+                "values": list(plan.values),
+                "metrics": list(plan.metrics),
+                "baseline": plan.baseline,
+                "runs": runs,
+            }
+        )
+    sets = [", ".join(f"{key} = {plain(value)}" for key, value in run.overrides.items()) for run in plan.runs]
+    rows = [(str(number), run.variant, sets[number - 1]) for number, run in enumerate(plan.runs, 1)]
+    lines = [f"scenario: {plan.scenario.name}", f"metrics: {', '.join(plan.metrics)}", f"baseline: {plan.baseline}", ""]
+    return "\n".join([*lines, *table([("run", "variant", "sets"), *rows]), *_told(plan, reasons)])
+
+
+def _told(plan: ComparisonPlan, reasons: Sequence[str]) -> list[str]:
+    runs = enumerate(zip(plan.runs, reasons, strict=True), 1)
+    return [f"run {number} ({run.variant}) is infeasible: {reason}" for number, (run, reason) in runs if reason]
+
+
+def _finish(comparison: Comparison, options: _Options) -> None:
+    """Write and print; raises typer.Exit(4) if no variant can be run."""
+    from windtunnel.rundir import to_json
+
+    if options.html is not None:
+        comparison.report(options.html)
+    if options.csv is not None:
+        comparison.to_csv(options.csv)
+    if options.as_json:
+        emit(to_json(comparison.to_dict()))
+    else:
+        emit((comparison.markdown() if options.markdown else comparison.text()).rstrip("\n"))
+    if options.as_json:
+        for text in comparison.context.common.warnings:
+            warn(text)
+    if comparison.is_infeasible:
+        raise typer.Exit(EXIT_INFEASIBLE)

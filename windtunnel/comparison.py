@@ -1,0 +1,409 @@
+"""Several variants on one workload, side by side: ``compare`` runs them, a ``Comparison`` holds what came out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windtunnel.comparison_plan import (
+    ComparisonPlan,
+    PlannedRun,
+    baseline_of,
+    check_metrics,
+    default_metrics,
+    number_keys,
+    plan_comparison,
+    refusal,
+)
+from windtunnel.rundir import RESOLVED_FILE, SUMMARY_FILE, RunUnreadable, writing
+from windtunnel.sim.metrics.comparison import (
+    ComparedRun,
+    ComparedRuns,
+    ComparisonAxis,
+    Crossing,
+    Relation,
+    length_axis,
+    metric,
+    numeric_axis,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from windtunnel.comparison_context import Told
+    from windtunnel.reports.comparison_answer import ComparisonContext
+    from windtunnel.scenarios.schema import Scenario
+
+Progress = Callable[[int, int], None]
+RunDone = Callable[[PlannedRun, ComparedRun], None]
+
+LENGTH_WORDS = {"output": "output", "input": "prompt"}
+"""Keys of the workload whose values may be distributions, and what they are lengths of."""
+
+
+def compare(
+    scenario: str | Path | Mapping[str, Any] | Scenario | None = None,
+    variants: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    axis: str | None = None,
+    values: Iterable[Any] = (),
+    metrics: Iterable[str] = (),
+    baseline: str | None = None,
+    jobs: int = 1,
+    seed: int | None = None,
+    progress: Progress | None = None,
+    **overrides: Any,
+) -> Comparison:
+    """Run variants of a scenario on the same workload, at each value of an axis if there is one, and compare them.
+
+    ``variants`` names them, each with overrides as ``simulate`` takes them; ``axis`` is the key of a setting that is
+    set to each of ``values`` in turn ("" for none); ``metrics`` are the keys of the JSON summary that the answer, the
+    curves and their crossings are about.  What is not given comes from the scenario's [compare], but its axis only
+    together with its variants, or by name.  ``overrides`` hold for all runs.  Changes are counted from ``baseline``,
+    the first variant if it is not given.  ``jobs`` processes share the work (scripts then need the usual
+    ``if __name__ == "__main__"``); the result is the same for any number.  ``progress(done, total)`` is called after
+    every run.
+
+    A variant whose deployment is infeasible stays in the comparison, with the reason.  Raises ScenarioError, TraceError
+    or UnsupportedModel as ``simulate`` does, ScenarioError also if there is nothing to compare.
+
+    >>> compared = compare("chat-8b-h100", {"64": {"max_num_seqs": 64}, "256": {}})  # doctest: +SKIP
+    >>> compared.table["output_throughput"]  # doctest: +SKIP
+    """
+    from windtunnel.scenarios.load import Override
+
+    given = {"seed": seed, **overrides}
+    common = {key: Override(value, f"{key}=") for key, value in given.items() if value is not None}
+    plan = plan_comparison(
+        scenario, variants, axis=axis, values=values, metrics=metrics, baseline=baseline, overrides=common
+    )
+    done = 0
+
+    def tell(planned: PlannedRun, run: ComparedRun) -> None:
+        nonlocal done
+        del planned, run
+        done += 1
+        if progress is not None:
+            progress(done, len(plan.runs))
+
+    return execute_plan(plan, jobs=jobs, tell=tell)
+
+
+# --- running it
+
+
+def execute_plan(plan: ComparisonPlan, *, jobs: int = 1, tell: RunDone | None = None) -> Comparison:
+    """Run what was planned, in so many processes; ``tell`` is called for each run in order."""
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}: how many processes share the work")
+    plan.check()
+    results = []
+    for planned, result in zip(plan.runs, _results(plan.runs, jobs), strict=True):
+        results.append(result)
+        if tell is not None:
+            tell(planned, _compared(planned.variant, planned.place, result))
+    return _comparison(plan, results)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What is kept of a run: all but its records."""
+
+    summary: dict[str, Any] | None
+    described: dict[str, Any]
+    """As ``Resolved.describe``; empty if the deployment is infeasible."""
+    lengths: dict[str, tuple[float, float]]
+    """Mean and standard deviation of the tokens of its requests, by the workload's keys."""
+    infeasible: str = ""
+
+
+def _results(runs: Sequence[PlannedRun], jobs: int) -> Iterator[_Result]:
+    """In the order of the runs, whoever does them."""
+    if jobs == 1 or len(runs) == 1:
+        yield from map(_run, runs)
+        return
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")  # forking a process that has threads is unsafe
+    others = multiprocessing.active_children()
+    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=context, initializer=_die_quietly) as pool:
+        futures = [pool.submit(_run, planned) for planned in runs]
+        try:
+            for future in futures:
+                yield future.result()
+        except BrokenProcessPool:
+            raise MemoryError("a process died in the middle of a run; give fewer jobs") from None
+        except BaseException:
+            # not cancelled: the pool's thread fails every run that is still to come once its processes are gone
+            for process in multiprocessing.active_children():
+                if process not in others:
+                    process.terminate()
+            raise
+
+
+def _die_quietly() -> None:
+    """On Ctrl-C the parent speaks for all."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _run(planned: PlannedRun) -> _Result:
+    from windtunnel.api import execute
+    from windtunnel.scenarios.resolve import resolve
+    from windtunnel.sim.deployment.memory import InfeasibleDeployment
+    from windtunnel.sim.simulate import RequestTooLarge
+
+    try:
+        resolved = resolve(planned.loaded)
+        run = execute(resolved)
+    except (InfeasibleDeployment, RequestTooLarge) as error:
+        return _Result(None, {}, {}, str(error))
+    columns = {"output": resolved.workload.num_output_tokens, "input": resolved.workload.num_prompt_tokens}
+    lengths = {key: (float(tokens.mean()), float(tokens.std())) for key, tokens in columns.items() if len(tokens)}
+    return _Result(run.summary, run.resolved, lengths)
+
+
+def _compared(variant: str, place: int, result: _Result) -> ComparedRun:
+    return ComparedRun(variant, place, result.summary, result.infeasible)
+
+
+def _comparison(plan: ComparisonPlan, results: Sequence[_Result]) -> Comparison:
+    from windtunnel.comparison_context import Told
+
+    runs = tuple(
+        _compared(planned.variant, planned.place, result) for planned, result in zip(plan.runs, results, strict=True)
+    )
+    compared = ComparedRuns(tuple(plan.variants), _made_axis(plan, results), runs, plan.metrics, plan.baseline)
+    described = [result.described for result in results]
+    told = Told(plan.scenario.name, plan.scenario.description, plan.scenario.teaches)
+    return Comparison(compared, described, told, plan.variants)
+
+
+def _made_axis(plan: ComparisonPlan, results: Sequence[_Result]) -> ComparisonAxis | None:
+    """Numeric where the setting is a number, or where lengths of requests can be measured."""
+    if plan.axis is None:
+        return None
+    values = [plan.value_words(place) for place in range(len(plan.values))]
+    step = len(plan.variants)
+    numbers = [_setting(planned.loaded.scenario, plan.axis) for planned in plan.runs[::step]]
+    made = numeric_axis(plan.axis, values, numbers)
+    if made.positions is not None or plan.axis not in LENGTH_WORDS:
+        return made
+    lengths = [
+        next((result.lengths[plan.axis] for result in results[start : start + step] if result.lengths), None)
+        for start in range(0, len(results), step)
+    ]
+    return length_axis(plan.axis, values, LENGTH_WORDS[plan.axis], lengths)
+
+
+def _setting(scenario: Scenario, key: str) -> Any:
+    from windtunnel.scenarios.load import override_path
+
+    value: Any = scenario
+    for part in override_path(key):
+        value = getattr(value, part, None)
+    return value
+
+
+# --- saved runs
+
+
+def compare_runs(
+    folders: Sequence[str | Path], *, metrics: Iterable[str] = (), baseline: str | None = None
+) -> Comparison:
+    """Compare runs that ``Run.save`` or ``windtunnel simulate -o`` wrote; each is called by its folder.
+
+    Raises RunUnreadable for a folder that holds no run, ScenarioError for unknown metrics or names and for fewer than
+    two runs.
+    """
+    if len(folders) < 2:
+        raise refusal(
+            f"one run is no comparison: name two or more folders, got {', '.join(map(str, folders)) or 'none'}"
+        )
+    saved = {name: _read_saved(Path(folder)) for name, folder in zip(_names(folders), folders, strict=True)}
+    known = list(dict.fromkeys(key for result in saved.values() for key in number_keys(result.summary or {})))
+    wanted = tuple(dict.fromkeys(metrics))
+    check_metrics(wanted, known)
+    runs = tuple(_compared(name, 0, result) for name, result in saved.items())
+    first = baseline_of(baseline, tuple(saved))
+    compared = ComparedRuns(tuple(saved), None, runs, wanted or default_metrics(known), first)
+    described = [result.described for result in saved.values()]
+    from windtunnel.comparison_context import Told
+
+    scenarios = dict.fromkeys(each["scenario"]["name"] for each in described)
+    told = Told(", ".join(scenarios), "", "")
+    return Comparison(compared, described, told, {name: {} for name in saved}, are_saved=True)
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether a saved run lies there."""
+    return (Path(folder) / RESOLVED_FILE).is_file()
+
+
+def _names(folders: Sequence[str | Path]) -> list[str]:
+    """The folders' own names; whole paths where two are called the same, numbered where even these are."""
+    short = [Path(folder).resolve().name for folder in folders]
+    names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+    if len(set(names)) < len(names):
+        raise refusal(f"the same run twice: {next(name for name in names if names.count(name) > 1)}")
+    return names
+
+
+def _read_saved(folder: Path) -> _Result:
+    """Summary and settings of a run; its tables are left where they are.  Raises RunUnreadable."""
+    if not is_run(folder):
+        raise RunUnreadable(
+            f"no run in {folder}: it has no {RESOLVED_FILE}; write one with windtunnel simulate -o {folder}"
+        )
+    try:
+        described = json.loads((folder / RESOLVED_FILE).read_text("utf-8"))
+        summary = json.loads((folder / SUMMARY_FILE).read_text("utf-8"))
+        _ = described["scenario"]["name"], described["settings"], described["metadata"], summary["stability"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunUnreadable(f"the run in {folder} cannot be read ({error}): simulate it again") from error
+    return _Result(summary, described, {})
+
+
+# --- what came out
+
+
+class Comparison:
+    """Summaries of several runs side by side: a table, the crossings of their curves, and reports made from them."""
+
+    def __init__(
+        self,
+        runs: ComparedRuns,
+        described: Sequence[Mapping[str, Any]],
+        told: Told,
+        overrides: Mapping[str, Mapping[str, Any]],
+        *,
+        are_saved: bool = False,
+    ) -> None:
+        self.runs = runs
+        """The runs with their summaries, by place on the axis and there by variant."""
+        self._described = described
+        self._told = told
+        self._overrides = overrides
+        self._are_saved = are_saved
+
+    @cached_property
+    def relations(self) -> tuple[Relation, ...]:
+        """What holds between each two variants in each metric: who is ahead, by how much, and where they cross."""
+        return tuple(self.runs.relations())
+
+    @property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """Where the curves of two variants cross along a numeric axis."""
+        return tuple(crossing for relation in self.relations for crossing in relation.crossings)
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether no variant can run at all."""
+        return all(run.summary is None for run in self.runs.runs)
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row a run: variant, value and position on the axis, and all that its summary has in single values."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of ``table`` as dicts, all with the same keys."""
+        keys = dict.fromkeys(key for run in self.runs.runs for key in _flat(run.summary or {}))
+        return [
+            {**self._place(run), **{key: _flat(run.summary or {}).get(key) for key in keys}} for run in self.runs.runs
+        ]
+
+    def _place(self, run: ComparedRun) -> dict[str, Any]:
+        axis = self.runs.axis
+        row: dict[str, Any] = {"variant": run.variant}
+        if axis is not None:
+            position = None if axis.positions is None else axis.positions[run.place]
+            row |= {"axis": axis.key, "value": axis.values[run.place], "position": position}
+        return {**row, "infeasible": run.infeasible or None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, in a fixed order."""
+        from windtunnel.reports.comparison_answer import answer
+
+        context, said = self.context, answer(self.runs, self.relations)
+        return {
+            "scenario": {"name": self._told.name, "description": self._told.description, "teaches": self._told.teaches},
+            "windtunnel_version": context.common.version,
+            "seed": context.common.seed,
+            "cost_model": context.common.cost_model,
+            "cost_model_calibrated": context.common.calibrated,
+            "answer": [said.headline, *said.sentences],
+            "variants": [
+                {"name": name, "baseline": name == self.runs.baseline, "overrides": dict(self._overrides[name])}
+                for name in self.runs.variants
+            ],
+            "axis": None if self.runs.axis is None else asdict(self.runs.axis),
+            "metrics": [{**asdict(metric(key)), "label": metric(key).label} for key in self.runs.metrics],
+            "runs": [self._run_dict(run) for run in self.runs.runs],
+            "relations": [asdict(relation) for relation in self.relations],
+            "differing_settings": [asdict(setting) for setting in context.differing],
+            "common_settings": [setting._asdict() for setting in context.common.resolved],
+            "warnings": list(context.common.warnings),
+        }
+
+    def _run_dict(self, run: ComparedRun) -> dict[str, Any]:
+        changes = {key: self.runs.change(run, key) for key in self.runs.metrics}
+        return {**self._place(run), "changes": changes, "summary": run.summary}
+
+    @cached_property
+    def context(self) -> ComparisonContext:
+        """What reports say besides the numbers: what was simulated, which settings are common and which differ."""
+        from windtunnel.comparison_context import comparison_context
+
+        return comparison_context(self._told, self.runs, self._described, self._overrides, self._are_saved)
+
+    def text(self) -> str:
+        """The answer, and the runs as a table."""
+        from windtunnel.reports.comparison_text import render_text
+
+        return render_text(self.runs, self.relations, self.context)
+
+    def markdown(self) -> str:
+        """The same as Markdown, for issues and pull requests."""
+        from windtunnel.reports.comparison_text import render_markdown
+
+        return render_markdown(self.runs, self.relations, self.context)
+
+    def report(self, path: str | Path) -> None:
+        """Write one HTML file with the curves and the table; it needs nothing else and works offline.
+
+        Folders that are missing are made.  Raises OutputError if it cannot be written.
+        """
+        from windtunnel.reports.comparison_html import write_html
+
+        with writing(Path(path)):
+            write_html(path, self.runs, self.relations, self.context)
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write ``table`` as CSV.  Raises OutputError if it cannot be written."""
+        import csv
+
+        from windtunnel.reports.files import atomic_writer
+
+        rows = self.rows()
+        with writing(Path(path)), atomic_writer(path) as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def __repr__(self) -> str:
+        axis = "" if self.runs.axis is None else f" at {len(self.runs.axis.values)} values of {self.runs.axis.key}"
+        return f"<Comparison {self._told.name}: {', '.join(self.runs.variants)}{axis}>"
+
+
+def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in summary.items() if not isinstance(value, dict | list)}
