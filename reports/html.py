@@ -47,6 +47,7 @@ SECTIONS = (
     ("load", "KV cache, queue and steps"),
     ("latency", "Latencies"),
     ("preemptions", "Preemptions"),
+    ("work", "Where the work went"),
     ("worst", "Worst requests"),
     ("how", "How it was run"),
     ("numbers", "All numbers"),
@@ -75,6 +76,7 @@ def _page(records: Records, summary: Summary, context: ReportContext) -> Iterato
     yield from _load(drawn)
     yield from _latency(drawn, summary)
     yield from _preemptions(records, summary, context, drawn)
+    yield from _work(summary)
     yield from _worst(records, context)
     yield from _how(context)
     yield from _numbers(summary, context)
@@ -151,8 +153,8 @@ def _objectives(summary: Summary) -> Iterator[str]:
 
 
 def _navigation(summary: Summary) -> Iterator[str]:
-    shown = [item for item in SECTIONS if item[0] != "preemptions" or summary.preemption.num_preemptions]
-    yield from navigation(shown)
+    is_there = {"preemptions": summary.preemption.num_preemptions > 0, "work": _has_waste(summary)}
+    yield from navigation([item for item in SECTIONS if is_there.get(item[0], True)])
 
 
 # --- figures
@@ -212,6 +214,53 @@ def _evictions(records: Records, context: ReportContext) -> list[tuple[str, ...]
             found.append((lost, int(table.time_ns[k]), cells))
     most = sorted(found, key=lambda item: -item[0])[:NUM_EVICTIONS]
     return [cells for _, _, cells in sorted(most, key=lambda item: item[1])]
+
+
+def _has_waste(summary: Summary) -> bool:
+    return summary.waste.useful_tokens < summary.waste.computed_tokens or summary.speculation is not None
+
+
+def _work(summary: Summary) -> Iterator[str]:
+    """What became of the computed tokens; left out where all were of use."""
+    if not _has_waste(summary):
+        return
+    waste = summary.waste
+    yield section("work", "Where the work went")
+    yield '<p class="lead">Tokens that the steps computed, and what they were good for.</p>'
+    kinds = (
+        ("useful", waste.useful_tokens, "prompts, and output tokens that were fed back"),
+        ("recomputed", waste.recomputed_tokens, "lost to preemption and computed again"),
+        ("padding", waste.padding_tokens, "fills prompts up to the longest of their batch"),
+        ("stragglers", waste.straggler_tokens, "slots of complete answers that wait for the longest of their batch"),
+        ("rejected drafts", waste.rejected_draft_tokens, "draft tokens that the model did not agree with"),
+    )
+    rows = [
+        (cell(name), cell(f"{amount:,}", "number"), cell(percent(amount / waste.computed_tokens), "number"), cell(what))
+        for name, amount, what in kinds
+        if amount
+    ]
+    yield from table(("Tokens", "Number", "Share", "What they are"), rows, "stack")
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in _about_slots(summary))
+    yield "</section>"
+
+
+def _about_slots(summary: Summary) -> Iterator[str]:
+    waste, slots, drafts = summary.waste, summary.slots, summary.speculation
+    if waste.padding_tokens or waste.straggler_tokens:
+        yield (
+            f"A held slot yielded {count(slots.efficiency)} tokens a step: {count(slots.output_throughput)} of the "
+            f"{count(slots.slot_throughput)} tokens/s that {count(slots.slots_mean)} slots could yield."
+        )
+    if summary.formation_wait.mean_ms:
+        yield (
+            f"Requests waited {milliseconds(summary.formation_wait.mean_ms)} for company on average while the engine "
+            "computed nothing."
+        )
+    if drafts is not None:
+        yield (
+            f"{drafts.num_drafts:,} drafts were verified; {percent(drafts.acceptance_rate)} of their tokens held, so a "
+            f"draft yielded {count(drafts.acceptance_length)} tokens."
+        )
 
 
 def _worst(records: Records, context: ReportContext) -> Iterator[str]:
