@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from windtunnel.sim.engine.batch_queue import QueuePolicy
 from windtunnel.sim.engine.config import SchedulerConfig
+from windtunnel.sim.engine.dynamic import DynamicConfig
 from windtunnel.sim.records import Outcome, Records
 from windtunnel.sim.simulate import serve
-from windtunnel.sim.system import System
+from windtunnel.sim.system import Batching, System
 from windtunnel.sim.workload import IntArray, Segment, Workload
 
 NS_PER_S = 1_000_000_000
@@ -41,13 +43,22 @@ def saturation_request_throughput(workload: Workload, system: System) -> float |
     """Requests per second that the system finishes when there is always one more waiting, or None if that cannot be
     told from these requests.
 
-    One replica is measured; all together do that many times as much.  Deterministic: the sample is chosen by position,
-    not drawn.
+    One replica is measured, with no limit on how many wait and how long; all together do that many times as much.
+    Deterministic: the sample is chosen by position, not drawn.
     """
-    alone = replace(system, num_replicas=1, max_num_queued_reqs=None, max_num_queued_tokens=None)
+    alone = replace(
+        system, num_replicas=1, max_num_queued_reqs=None, max_num_queued_tokens=None, batching=_patient(system.batching)
+    )
     sample = saturating_sample(workload, alone.make_scheduler().config)
     rate = steady_throughput(serve(sample, alone)) if len(sample) else None
     return None if rate is None else rate * system.num_replicas
+
+
+def _patient(batching: Batching | None) -> Batching | None:
+    """The same policy, whose queue refuses nobody."""
+    if not isinstance(batching, DynamicConfig):
+        return batching
+    return replace(batching, default_queue_policy=QueuePolicy(), priority_queue_policy=())
 
 
 def steady_throughput(records: Records) -> float | None:

@@ -284,7 +284,13 @@ def _acceptance(value: Any) -> Any:
 
 Acceptance = Annotated[
     float | list[float] | str,
-    BeforeValidator(_acceptance, json_schema_input_type=float | list[float] | str),
+    BeforeValidator(
+        _acceptance,
+        json_schema_input_type=Annotated[
+            float | list[float] | str,
+            WithJsonSchema({"type": ["number", "array", "string"], "$comment": "a rate, a list of rates or a path"}),
+        ],
+    ),
 ]
 
 

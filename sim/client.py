@@ -41,8 +41,9 @@ class Client:
 
     Open loop: a request goes out when it is due.  With ``max_concurrency`` it also waits for one of that many places
     (as ``vllm bench serve --max-concurrency`` does; its TTFT counts from when it goes out).  A request with
-    ``previous`` is due ``think_ns`` after that one's answer.  With ``request_timeout_ns`` a request whose answer is
-    not complete that long after it went out is given up.
+    ``previous`` is due ``think_ns`` after that one's answer, or after it was refused or given up: a conversation goes
+    on with its next turn, as recorded.  With ``request_timeout_ns`` a request whose answer is not complete that long
+    after it went out is given up.
     """
 
     def __init__(self, world: World, workload: Workload, block_size: int, log: RequestLog) -> None:

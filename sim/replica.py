@@ -227,13 +227,14 @@ class Replica:
 
 
 def _verified(plan: StepPlan, speculated: Speculated | None) -> list[tuple[int, int]]:
-    """(tokens verified, tokens accepted) of each draft but those that only filled the batch.
+    """(tokens verified, tokens accepted) of each draft.
 
-    Drafts of requests that are over when the step ends count no more than their tokens do, as in vLLM.
+    As in vLLM, drafts that only fill the batch count as well (nothing of them holds), and drafts of requests that are
+    over when the step ends count no more than their tokens do.
     """
     accepted = speculated.num_accepted if speculated else {}
     return [
         (num_drafts, accepted.get(request, 0))
         for request, num_drafts in plan.num_drafts.items()
-        if request.status <= Status.PREEMPTED and request not in plan.padded
+        if request.status <= Status.PREEMPTED
     ]

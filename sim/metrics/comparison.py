@@ -129,7 +129,13 @@ class ComparedRun:
     """Why."""
 
     def number(self, key: str) -> float | None:
-        """A number of the summary; None where there is none, or no finite one."""
+        """A number of the summary; None where there is none, or no finite one.
+
+        Where answers come as a whole there is no time between tokens: vLLM's definition makes the TPOT 0, which would
+        win every comparison.
+        """
+        if "_tpot_" in key and self.summary is not None and self.summary.get("mean_itl_ms") is None:
+            return None
         value = None if self.summary is None else self.summary.get(key)
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None
