@@ -1,1 +1,2 @@
-"""Real executors (torch, Triton).  None is here yet: this release simulates only."""
+"""Executors beside the simulated one of ``sim``: plug-ins for a real vLLM (``vllm_plugin``).  Those that compute a model
+(torch, Triton) are not here yet."""
