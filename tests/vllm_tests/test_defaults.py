@@ -23,7 +23,7 @@ from windtunnel.sim.deployment.gpu import bundled_gpus, load_gpu
 from windtunnel.sim.deployment.versions import profile
 from windtunnel.sim.engine.config import SchedulerConfig
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # 15 s on an idle machine
 
 DRIVER_NAMES = {
     "A100-40GB-SXM": "NVIDIA A100-SXM4-40GB",
@@ -189,7 +189,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         text=True,
         env={**os.environ, **quiet, "PYTHONPATH": path},
         cwd=folder,
-        timeout=280,
+        timeout=850,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
