@@ -190,6 +190,8 @@ def _dense_startups() -> list[tuple[dict[str, str], ModelSpec, GpuSpec, dict[str
             model, gpu = load_model(row["model"]), load_gpu(row["gpu"])
         except ValueError:
             continue
+        if model.layers:
+            continue
         model = replace(model, dtype="float32") if row["dtype"] == "float32" else model
         fp8 = row["kv_dtype"].startswith("fp8")
         split = {"tensor_parallel_size": int(float(row["tp"])), "kv_cache_dtype": "fp8" if fp8 else "auto"}

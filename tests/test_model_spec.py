@@ -48,6 +48,42 @@ PUBLISHED_PARAMETERS = {
     "mistralai/Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,
     "microsoft/phi-4": 14_659_507_200,
     "facebook/opt-125m": 125_239_296,
+    "google/gemma-7b-it": 8_537_680_896,
+    "google/gemma-2-2b-it": 2_614_341_888,
+    "google/gemma-2-9b-it": 9_241_705_984,
+    "google/gemma-2-27b-it": 27_227_128_320,
+    "google/gemma-3-1b-it": 999_885_952,
+    "google/gemma-3-4b-it": 4_300_079_472,
+    "google/gemma-3-12b-it": 12_187_325_040,
+    "google/gemma-3-27b-it": 27_432_406_640,
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": 15_706_484_224,
+    "deepseek-ai/DeepSeek-V2.5": 235_741_434_880,
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": 108_641_793_536,
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": 401_583_781_376,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "mistralai/Mistral-7B-Instruct-v0.1": 7_241_732_096,
+    "mistralai/Mistral-Small-24B-Instruct-2501": 23_572_403_200,
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": 24_011_361_280,
+    "mistralai/Mistral-Nemo-Instruct-2407": 12_247_782_400,
+    "mistralai/Mistral-Large-Instruct-2407": 122_610_069_504,
+    "mistralai/Codestral-22B-v0.1": 22_247_282_688,
+    "mistralai/Ministral-8B-Instruct-2410": 8_019_808_256,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "microsoft/Phi-3.5-mini-instruct": 3_821_079_552,
+    "microsoft/Phi-3-medium-128k-instruct": 13_960_238_080,
+    "ai21labs/AI21-Jamba-1.5-Mini": 51_570_323_328,
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": 8_888_227_328,
+    "allenai/OLMoE-1B-7B-0924-Instruct": 6_919_161_856,
+    "CohereLabs/c4ai-command-r-08-2024": 32_296_476_672,
+    "CohereLabs/c4ai-command-r7b-12-2024": 8_028_033_024,
+    "bigcode/starcoder2-15b": 15_957_889_024,
+    "zai-org/GLM-4-9B-0414": 9_400_279_040,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen/Qwen2.5-VL-32B-Instruct": 33_452_718_336,
+    "Qwen/Qwen2.5-VL-72B-Instruct": 73_410_777_344,
 }
 
 
@@ -77,7 +113,7 @@ def test_the_parameter_count_is_the_published_one(name: str, published: int) -> 
 
 
 def test_every_bundled_model_loads_by_its_id() -> None:
-    assert len(bundled_models()) >= 30
+    assert len(bundled_models()) >= 70
     assert [load_model(name).name for name in bundled_models()] == bundled_models()
 
 
@@ -124,7 +160,9 @@ def test_a_quantisation_file_beside_the_config_is_not_overlooked(tmp_path: Path)
     fp8 = load_model(str(tmp_path))
     assert fp8.weight_bytes() < spec().weight_bytes()
     beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}))
-    with pytest.raises(UnsupportedModel, match="NVFP4"):
+    assert load_model(str(tmp_path)).weight_bytes() < fp8.weight_bytes()
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "INT2", "exclude_modules": ["lm_head"]}}))
+    with pytest.raises(UnsupportedModel, match="INT2"):
         load_model(str(tmp_path))
 
 
@@ -165,22 +203,23 @@ def test_a_nested_text_config_is_followed() -> None:
     ("changes", "reason"),
     [
         ({"kv_lora_rank": 512}, "latent attention"),
-        ({"sliding_window": 1024}, "sliding-window"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"layer_types": ["full_attention", "conv"]}, "layers of type conv"),
         ({"mamba_d_state": 128}, "Mamba"),
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM"),
-        ({"architectures": [], "model_type": "gemma3"}, "gemma3"),
-        ({"text_config": config(), "vision_config": {"depth": 27}}, "vision_config"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "3 bits"),
+        ({"index_topk": 2048}, "sparse attention"),
         (
-            {
-                "quantization_config": {
-                    "quant_method": "fp8",
-                    "modules_to_not_convert": ["model.layers.0.mlp.down_proj"],
-                }
-            },
-            "down_proj in high precision",
+            {"architectures": ["DeepseekV4ForCausalLM"]},
+            r"DeepseekV4ForCausalLM is not modelled \(attention to compressed",
+        ),
+        ({"architectures": ["WhisperForConditionalGeneration"]}, "encoder"),
+        ({"architectures": [], "model_type": "mamba3"}, "mamba3"),
+        ({"quantization_config": {"quant_method": "torchao"}}, "quantisation torchao"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "3 bits"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "load_in_4bit"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}}, "quantized_layers"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}},
+            "KV cache in NVFP4",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windtunnel.sim.deployment.gpu import GpuSpec
-from windtunnel.sim.deployment.model_spec import ModelSpec
+from windtunnel.sim.deployment.model_spec import ModelSpec, UnsupportedModel
 from windtunnel.sim.engine.plan import StepShape
 
 FACTOR_SOURCES = {
@@ -83,7 +83,8 @@ class RooflineCost:
     the congestion of more than two cards on one PCIe host (all-reduces of 8 L40S take 17 times as long as here).
 
     Raises ValueError for a split the model does not allow or a float32 model, for which datasheets give no
-    comparable rate.
+    comparable rate; UnsupportedModel for layers other than full attention with a dense or an expert block, and for
+    mixed precisions.
     """
 
     name: str = "roofline"
@@ -99,6 +100,11 @@ class RooflineCost:
         factors: RooflineFactors | None = None,
     ) -> None:
         model.check_tensor_parallel_size(tensor_parallel_size)
+        if model.unpriced:
+            raise UnsupportedModel(
+                f"{model.name}: the roofline cannot derive step times, because {model.unpriced}; its memory can be "
+                "planned, and its step times be given as a constant or a profile"
+            )
         if model.dtype_bytes != 2:
             raise ValueError(f"RooflineCost prices bfloat16 and float16 models; {model.name} is {model.dtype}")
         self.model = model

@@ -191,7 +191,7 @@ class Scheduler:
     # -- what the running requests get
 
     def _chunk_limit(self) -> int:
-        """Longest chunk of one request in this step; 0 is no limit.  A request that is alone is not cut (by default)."""
+        """Longest chunk of one request in this step; 0 is no limit.  One that is alone is not cut (by default)."""
         limit = self.config.long_prefill_token_threshold
         if not limit:
             return 0
