@@ -21,6 +21,7 @@ TONES = {
     Verdict.BACKLOGGED: "note",
     Verdict.OVERLOADED: "bad",
     Verdict.STALLED: "bad",
+    Verdict.SHEDDING: "bad",
     Verdict.TOO_SHORT: "note",
 }
 
@@ -68,6 +69,9 @@ def _headline(summary: Summary) -> str:
             return f"Overloaded: {_offered(summary)} come in, {count(stability.completion_rate)}/s get done."
         case Verdict.STALLED:
             return "Stalled: the queue's first request can never be scheduled."
+        case Verdict.SHEDDING:
+            refused = summary.rejected - summary.unservable
+            return f"It sheds load: {percent(refused / summary.num_prompts)} of the requests were refused."
     return "Too short to say whether it keeps up."
 
 

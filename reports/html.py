@@ -232,6 +232,7 @@ def _work(summary: Summary) -> Iterator[str]:
         ("recomputed", waste.recomputed_tokens, "lost to preemption and computed again"),
         ("padding", waste.padding_tokens, "fills prompts up to the longest of their batch"),
         ("stragglers", waste.straggler_tokens, "slots of complete answers that wait for the longest of their batch"),
+        ("abandoned", waste.abandoned_tokens, "computed for requests whose clients gave up"),
         ("rejected drafts", waste.rejected_draft_tokens, "draft tokens that the model did not agree with"),
     )
     rows = [

@@ -89,6 +89,8 @@ def _bench_block(summary: Summary, configured_rate: float | None) -> Iterator[st
         yield _row("Request goodput (req/s):", summary.goodput.request_goodput)
     yield _row("Output token throughput (tok/s):", summary.output_throughput)
     yield _row("Peak output token throughput (tok/s):", summary.max_output_tokens_per_s)
+    if summary.max_output_tokens_per_s < (summary.output_throughput or 0.0):
+        yield "  (as vLLM: tokens that come at once count as one)"
     yield _row("Peak concurrent requests:", float(summary.max_concurrent_requests))
     yield _row("Total token throughput (tok/s):", summary.total_token_throughput)
     yield from _latencies(summary)
@@ -140,9 +142,10 @@ def _own_sections(summary: Summary, configured_rate: float | None) -> Iterator[s
     yield _row("Steps:", load.num_steps)
     yield _row("Busy (% of time):", _percent(load.busy_share))
     yield _row("Mean batch size:", load.batch_size_mean)
-    yield _row("Peak running requests:", load.num_running_peak)
+    one = ", of one replica" if load.num_replicas > 1 else ""
+    yield _row(f"Peak running requests{one}:", load.num_running_peak)
     yield _row("Mean waiting requests:", load.num_waiting_mean)
-    yield _row("Peak waiting requests:", load.num_waiting_peak)
+    yield _row(f"Peak waiting requests{one}:", load.num_waiting_peak)
     yield _row("Mean requests in flight:", load.in_flight_mean)
     yield _row("In flight by Little's law:", load.in_flight_by_littles_law)
     yield _row("Peak requests in flight at one instant:", summary.peak_concurrent_requests)
@@ -176,6 +179,7 @@ def _work(summary: Summary) -> Iterator[str]:
         ("Padding tokens:", waste.padding_tokens),
         ("Straggler tokens:", waste.straggler_tokens),
         ("Rejected draft tokens:", waste.rejected_draft_tokens),
+        ("Abandoned by their clients:", waste.abandoned_tokens),
         ("KV blocks swapped out:", swap.swapped_out_blocks),
         ("KV blocks swapped in:", swap.swapped_in_blocks),
     ):

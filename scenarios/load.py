@@ -103,13 +103,22 @@ def load_scenario(
     text that is no TOML, unknown keys, wrong types and values out of range.
     """
     raw, sources, origin, base_dir = _read(source)
-    notes = _merge(raw, sources, overrides or {})
+    overrides = _renamed(overrides or {})
+    notes = _merge(raw, sources, overrides)
     try:
         scenario = Scenario.model_validate(raw)
     except ValidationError as error:
         raise ScenarioError(_complaints(error, raw, sources, origin)) from None
-    overridden = frozenset(override_path(key) for key in overrides or {})
+    overridden = frozenset(override_path(key) for key in overrides)
     return Loaded(scenario, origin, base_dir, sources, notes, overridden)
+
+
+def _renamed(overrides: Mapping[str, Override]) -> dict[str, Override]:
+    """``engine`` as text is the version of vLLM, as the flag of that name; as a table it is the section."""
+    return {
+        "engine_version" if key == "engine" and isinstance(override.value, str) else key: override
+        for key, override in overrides.items()
+    }
 
 
 def override_path(key: str) -> tuple[str, ...]:

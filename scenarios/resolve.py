@@ -128,16 +128,28 @@ class Resolved:
             "num_gpus": self.num_gpus,
         }
 
+    def _configured_arrivals(self) -> dict[str, Any]:
+        """What the client was told, where it was; ``request_rate`` is otherwise what was measured."""
+        told = {entry.key: entry.value for entry in self.entries if entry.section == "workload"}
+        known = {key: told.get(key) for key in ("request_rate", "burstiness")}
+        if not _is_number(known["request_rate"]):
+            return {"burstiness": None}
+        return known
+
     def _metadata(self) -> dict[str, Any]:
         """What the summary says of the run beside its results, under keys of ``vllm bench serve`` where it has one."""
         return {
             "model_id": self.model.name if self.model else None,
-            "burstiness": getattr(self.scenario.workload, "burstiness", None),
+            **self._configured_arrivals(),
             "scenario": self.scenario.name,
             "seed": self.seed,
             "cost_model": self.cost.name,
             "cost_model_calibrated": self.cost.calibrated,
         }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def resolve(loaded: Loaded) -> Resolved:
@@ -201,6 +213,12 @@ def _system(ledger: Ledger, hardware: Hardware, config: SchedulerConfig, cost: C
     deployment, limits = ledger.loaded.scenario.deployment, ledger.loaded.scenario.engine
     batching, swap_cost = make_batching(ledger, hardware, config)
     drafting = make_drafting(ledger, hardware, cost, seed)
+    if config.async_scheduling and isinstance(cost, RooflineCost):
+        ledger.notes.append(
+            "Asynchronous scheduling is on, as in vLLM: a request is seen one step later.  What that buys, host time "
+            "hidden behind the GPU's work, is not taken off the uncalibrated step times, so it costs here and gains "
+            "nothing (--no-async-scheduling turns it off)."
+        )
     num_replicas = 1 if deployment.data_parallel_size is None else deployment.data_parallel_size
     ledger.note("deployment", "data_parallel_size", deployment.data_parallel_size)
     router = deployment.router or "vllm"

@@ -110,8 +110,9 @@ class RequestLog:
 class ReplicaLog:
     """Steps, token spans and preemptions of one replica."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, runs_to_completion: bool = False) -> None:
         self._config = config
+        self._runs_to_completion = runs_to_completion
         self._steps = Rows(StepTable)
         self._num_verified: list[int] = []
         self._num_accepted: list[int] = []
@@ -205,6 +206,8 @@ class ReplicaLog:
             block_size=self._config.block_size,
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_model_len=self._config.max_model_len,
+            runs_to_completion=self._runs_to_completion,
         )
 
 

@@ -163,6 +163,10 @@ class ReplicaRecords:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_model_len: int = 0
+    """0 where it is not known."""
+    runs_to_completion: bool = False
+    """Whether batches went in and came out together (static and dynamic batching): only those pad and wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +180,15 @@ class Records:
     stalled: bool = False
     """The run ended because nothing could move any more: the head of the queue can never be admitted, or requests keep
     preempting each other without ever getting a token.  vLLM would spin for ever."""
+
+
+def is_unservable(records: Records) -> npt.NDArray[np.bool_]:
+    """Which requests were refused because their prompts leave no room for an answer, whatever the load."""
+    longest = max((replica.max_model_len for replica in records.replicas), default=0)
+    table = records.requests
+    if not longest:
+        return np.zeros(len(table), np.bool_)
+    return (table.outcome == Outcome.REJECTED) & (table.num_prompt_tokens >= longest)
 
 
 AnyTable = RequestTable | StepTable | SpanTable | PreemptionTable | DraftTable

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from windtunnel.sim.client import Client
 from windtunnel.sim.cluster import Cluster
+from windtunnel.sim.engine.batches import BatchScheduler
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.per_request import make_scheduler
 from windtunnel.sim.engine.protocols import CostModel, Executor, SchedulerProtocol
@@ -95,7 +96,7 @@ def _run(
     world, requests = World(), RequestLog()
     client = Client(world, workload, engines[0].scheduler.config.block_size, requests)
     on_finish = client.answered if progress is None else _reporting(client, len(workload), progress)
-    logs = [ReplicaLog(engine.scheduler.config) for engine in engines]
+    logs = [ReplicaLog(engine.scheduler.config, isinstance(engine.scheduler, BatchScheduler)) for engine in engines]
     replicas = [
         Replica(world, number, engine.scheduler, engine.executor, log, on_finish, client.rejected)
         for number, (engine, log) in enumerate(zip(engines, logs, strict=True))

@@ -50,7 +50,14 @@ _WORKLOAD_COLUMNS = (
 )
 _TEXT_COLUMNS = ("label", "outcome_name")
 _TABLES = ("workload", "requests", *_REPLICA_TABLES)
-_REPLICA_FACTS = ("num_usable_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
+_REPLICA_FACTS = (
+    "num_usable_blocks",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "runs_to_completion",
+)
 
 
 class OutputError(ValueError):
@@ -280,8 +287,12 @@ def _facts(records: Records) -> dict[str, Any]:
     return {
         "end_ns": int(records.end_ns),
         "stalled": bool(records.stalled),
-        "replicas": [{fact: int(getattr(replica, fact)) for fact in _REPLICA_FACTS} for replica in records.replicas],
+        "replicas": [{fact: _fact(getattr(replica, fact)) for fact in _REPLICA_FACTS} for replica in records.replicas],
     }
+
+
+def _fact(value: int | bool) -> int | bool:
+    return value if isinstance(value, bool) else int(value)
 
 
 def _write_table(path: Path, columns: Mapping[str, Any]) -> None:

@@ -7,8 +7,9 @@ Source of the language: protobuf's "Text Format Language Specification"; of the 
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from windtunnel.sim.engine.batch_queue import QueuePolicy
@@ -31,6 +32,46 @@ BATCHING_FIELDS = (
     "default_priority_level",
     "priority_queue_policy",
 )
+_MODEL_FIELDS = [
+    "name",
+    "platform",
+    "backend",
+    "runtime",
+    "version_policy",
+    "max_batch_size",
+    "input",
+    "output",
+    "batch_input",
+    "batch_output",
+    "optimization",
+    "dynamic_batching",
+    "sequence_batching",
+    "ensemble_scheduling",
+    "instance_group",
+    "default_model_filename",
+    "cc_model_filenames",
+    "metric_tags",
+    "parameters",
+    "model_warmup",
+    "model_operations",
+    "model_transaction_policy",
+    "model_repository_agents",
+    "response_cache",
+    "model_metrics",
+]
+_BATCHING_FIELDS = (*BATCHING_FIELDS, "preserve_ordering")
+_POLICY_FIELDS = ("max_queue_size", "default_timeout_microseconds", "timeout_action", "allow_timeout_override")
+_GROUP_FIELDS = [
+    "name",
+    "kind",
+    "count",
+    "rate_limiter",
+    "gpus",
+    "secondary_devices",
+    "profile",
+    "passive",
+    "host_policy",
+]
 TIMEOUT_ACTION_NUMBERS = {"0": "REJECT", "1": "DELAY"}
 
 
@@ -161,6 +202,7 @@ class _Reader:
 
     def imported(self) -> Imported:
         model = self._model
+        self._check_names(model, _MODEL_FIELDS, "a model")
         for line in self._lines(model, "sequence_batching"):
             raise PbtxtError(f"line {line}: sequence_batching is not simulated: import models with dynamic_batching")
         max_batch_size = self._int(model, "max_batch_size")
@@ -170,12 +212,15 @@ class _Reader:
         elif not max_batch_size:
             self._note(model.line, "max_batch_size is 0: requests run one by one")
         num_instances = self._num_instances(model)
+        self._tell_of_in_flight_batching(model)
         self._rest(model, "", ("max_batch_size", "dynamic_batching", "instance_group"))
         config = self._config(batching, max_batch_size, num_instances)
         ignored = tuple(f"line {line}: {what}" for line, what in sorted(self._ignored))
         return Imported(config, ignored)
 
     def _config(self, batching: _Message | None, max_batch_size: int, num_instances: int) -> DynamicConfig:
+        if batching is not None:
+            self._check_names(batching, _BATCHING_FIELDS, "dynamic_batching")
         if batching is None or not max_batch_size:
             return DynamicConfig(1, instance_count=num_instances)
         sizes = [self._number(value, "preferred_batch_size") for value in self._all(batching, "preferred_batch_size")]
@@ -206,6 +251,7 @@ class _Reader:
         policy = self._message(parent, field)
         if policy is None:
             return QueuePolicy()
+        self._check_names(policy, _POLICY_FIELDS, name)
         size, timeout_us = self._int(policy, "max_queue_size"), self._int(policy, "default_timeout_microseconds")
         action = self._one(policy, "timeout_action")
         word = action.text if isinstance(action, _Scalar) else "REJECT" if action is None else "a message"
@@ -220,9 +266,30 @@ class _Reader:
     def _num_instances(self, model: _Message) -> int:
         total = 0
         for group in self._messages(model, "instance_group"):
+            self._check_names(group, _GROUP_FIELDS, "instance_group")
             total += self._int(group, "count") or 1
             self._rest(group, "instance_group.", ("count",))
         return total or 1
+
+    def _tell_of_in_flight_batching(self, model: _Message) -> None:
+        """TensorRT-LLM's own scheduler is no dynamic batching, whatever the rest of the file says."""
+        for entry in self._messages(model, "parameters"):
+            key, value = self._one(entry, "key"), self._message(entry, "value")
+            word = self._one(value, "string_value") if value else None
+            if _unquoted(key) == "gpt_model_type" and "inflight" in _unquoted(word):
+                self._note(
+                    entry.line,
+                    "parameters: gpt_model_type says in-flight batching, which is continuous batching: simulate that "
+                    "with --batching continuous",
+                )
+
+    def _check_names(self, message: _Message, known: Sequence[str], where: str) -> None:
+        """Refuse, as Triton does, a field that there is not."""
+        for name, value in message.fields:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise PbtxtError(f"line {value.line}: unknown field {name!r} of {where}{hint}")
 
     def _rest(self, message: _Message, prefix: str, known: tuple[str, ...]) -> None:
         for name, value in message.fields:
@@ -268,3 +335,7 @@ class _Reader:
             except ValueError:
                 pass
         raise PbtxtError(f"line {value.line}: {name} must be a whole number, found {found!r}")
+
+
+def _unquoted(value: _Scalar | _Message | None) -> str:
+    return value.text.strip("\"'") if isinstance(value, _Scalar) else ""

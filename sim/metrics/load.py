@@ -54,11 +54,12 @@ class LoadStats:
     in_flight_mean: float | None
     """Requests sent and not ended, mean over the run; failed and unfinished ones included."""
     in_flight_by_littles_law: float | None
-    """Request throughput times mean E2EL: the same if all requests finish."""
+    """Request throughput times mean E2EL: the same if all requests finish; None if one did not."""
     utilisation: float | None
     """rho: offered request rate over the saturation throughput."""
     utilisation_note: str
     """Why there is no rho, or what it is made of."""
+    num_replicas: int = 1
 
 
 def kv_usage(replica: ReplicaRecords) -> tuple[FloatArray, FloatArray]:
@@ -158,6 +159,7 @@ def load_stats(
         in_flight_by_littles_law=littles_law,
         utilisation=utilisation[0],
         utilisation_note=utilisation[1],
+        num_replicas=len(records.replicas),
     )
 
 

@@ -41,6 +41,8 @@ MIN_RHO = 1.05
 """Least ratio of offered to saturation rate that is believed to be above 1: the latter is known within about 3 %."""
 STANDING_QUEUE_SHARE = 0.5
 """Share of the arrival window with requests waiting from which on a queue is said to stand."""
+MIN_REFUSED_SHARE = 0.01
+"""Share of requests refused for want of room from which on a system is said to shed load."""
 LONG_DRAIN_SHARE = 0.1
 """Time to empty the queue after the last arrival, as a share of the window, from which on it counts."""
 
@@ -57,6 +59,8 @@ class Verdict(StrEnum):
     """Too few requests, or they came for too short a time: the system was still filling up."""
     STALLED = "stalled"
     """Waiting requests could never be scheduled."""
+    SHEDDING = "shedding"
+    """The queue stayed short because the server refused requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class Stability:
         """Whether latency statistics may be read as those of a steady state."""
         if self.verdict is Verdict.BACKLOGGED:
             return not self.is_burst
-        return self.verdict is Verdict.STABLE
+        return self.verdict is Verdict.STABLE or (self.verdict is Verdict.SHEDDING and not self.is_burst)
 
     @property
     def has_peak(self) -> bool:
@@ -180,6 +184,8 @@ def _verdict(
         return Verdict.TOO_SHORT, f"{few}, at least {MIN_REQUESTS} are needed"
     if queue is not None and _is_overload(life, queue, backlog):
         return Verdict.OVERLOADED, _why_overloaded(life, queue)
+    if life.refused_share >= MIN_REFUSED_SHARE:
+        return Verdict.SHEDDING, _why_shedding(life)
     if life.is_burst:
         return _verdict_of_burst(life)
     if life.window_ns < 2 * life.long_service_ns:
@@ -254,6 +260,16 @@ def _why_overloaded(life: Lives, queue: Trend) -> str:
         f"{count(life.offered_request_rate)} requests/s were offered and {count(life.completion_rate)}/s finished: the "
         f"queue{_place(life)} grew to {life.queue_at_last_arrival:,} requests by the last arrival, after "
         f"{_s(life.window_ns)}, where chance explains {queue.noise:,.0f}"
+    )
+
+
+def _why_shedding(life: Lives) -> str:
+    refused, came = int(life.is_refused.sum()), len(life.due)
+    offered = life.offered_request_rate
+    at = "" if offered is None else f" at {count(offered)} requests/s offered"
+    return (
+        f"the queue stays short because {refused:,} of {came:,} requests ({refused / came:.1%}) were refused{at}: by "
+        "max_num_queued_reqs, max_num_queued_tokens or the policy of the queue"
     )
 
 

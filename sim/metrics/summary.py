@@ -35,7 +35,7 @@ from windtunnel.sim.metrics.slo import GoodputLimits, Slo, SloResult, parse_slos
 from windtunnel.sim.metrics.stability import Stability, Verdict, judge
 from windtunnel.sim.metrics.waste import SlotUse, TokenWaste, formation_wait_ns, mean_batch_size, slot_use, token_waste
 from windtunnel.sim.metrics.words import plural, seconds
-from windtunnel.sim.records import IntArray, Outcome, Records
+from windtunnel.sim.records import IntArray, Outcome, Records, is_unservable
 from windtunnel.sim.workload import Workload
 
 SCHEMA_VERSION = 1
@@ -121,6 +121,8 @@ class Summary:
     failed: int
     """All that did not finish: rejected, aborted or unfinished."""
     rejected: int
+    unservable: int
+    """Those of the rejected whose prompts leave no room for an answer within max_model_len, whatever the load."""
     aborted: int
     unfinished: int
     stalled: bool
@@ -225,7 +227,9 @@ def summarize(
     inputs, outputs = int(table.num_prompt_tokens[rows].sum()), int(table.num_output_tokens[rows].sum())
     stability = judge(records, workload, saturation_request_throughput=saturation_request_throughput)
     throughput, e2el = per_second(completed, duration_ns), latency_stats(samples["e2el"], percentiles)
-    littles_law = throughput * e2el.mean_ms / 1000 if throughput is not None and e2el.mean_ms is not None else None
+    littles_law = None
+    if throughput is not None and e2el.mean_ms is not None and completed == len(table):
+        littles_law = throughput * e2el.mean_ms / 1000
     rho = utilisation(
         stability.offered_request_rate, saturation_request_throughput, workload.max_concurrency is not None
     )
@@ -234,6 +238,7 @@ def summarize(
         completed=completed,
         failed=len(table) - completed,
         rejected=outcomes[Outcome.REJECTED],
+        unservable=int(is_unservable(records).sum()),
         aborted=outcomes[Outcome.ABORTED],
         unfinished=outcomes[Outcome.UNFINISHED],
         stalled=records.stalled,
@@ -402,8 +407,18 @@ def _check(slo: Slo, summary: Summary, samples: _Samples) -> SloResult:
         # and so does a floor under what was never there
         passed = summary.completed > 0 and summary.failed == 0 and slo.unit == "ms"
         return SloResult(slo, None, passed, "nothing to measure")
-    passed = slo.holds(measured) and not (summary.stability.is_hopeless and _depends_on_the_end(slo))
-    return SloResult(slo, measured, passed, _note(slo, summary))
+    is_promise = not (summary.stability.is_hopeless and _depends_on_the_end(slo)) and not _fails_too_often(slo, summary)
+    return SloResult(slo, measured, slo.holds(measured) and is_promise, _note(slo, summary))
+
+
+def _failed_share(summary: Summary) -> float:
+    """Share of failed requests among those that could be served at all."""
+    return ratio(summary.failed - summary.unservable, summary.num_prompts - summary.unservable) or 0.0
+
+
+def _fails_too_often(slo: Slo, summary: Summary) -> bool:
+    """Whether more requests failed than a percentile of all of them leaves room for: those never had an answer."""
+    return slo.unit == "ms" and slo.percent is not None and 100 * _failed_share(summary) > 100 - slo.percent
 
 
 def _depends_on_the_end(slo: Slo) -> bool:
@@ -417,6 +432,9 @@ def _note(slo: Slo, summary: Summary) -> str:
         is_burst = stability.is_burst and stability.verdict is Verdict.BACKLOGGED
         state = "one burst" if is_burst else stability.verdict.replace("_", " ")
         return f"not a steady state: {state}"
+    if _fails_too_often(slo, summary):
+        room = f"{slo.statistic} of all requests leaves room for {100 - (slo.percent or 0):g} %"
+        return f"{100 * _failed_share(summary):.1f} % of the requests failed, {room}"
     if slo.unit == "ms" and summary.failed:
         return f"over the {summary.completed:,} finished requests only"
     return ""
@@ -599,6 +617,7 @@ def _our_keys(summary: Summary) -> dict[str, Any]:
         "offered_request_rate": summary.request_rate,
         **_latency_keys("queue_time", summary.queue_time),
         "rejected": summary.rejected,
+        "unservable": summary.unservable,
         "aborted": summary.aborted,
         "unfinished": summary.unfinished,
         "stalled": summary.stalled,
@@ -619,6 +638,7 @@ def _our_keys(summary: Summary) -> dict[str, Any]:
         "kv_cached_usage_mean_busy": summary.kv.cached_usage_mean_busy,
         "kv_cached_usage_peak": summary.kv.cached_usage_peak,
         "num_usable_kv_blocks": summary.kv.num_usable_blocks,
+        "num_replicas": summary.load.num_replicas,
         "num_steps": summary.load.num_steps,
         "busy_share": summary.load.busy_share,
         "batch_size_mean": summary.load.batch_size_mean,
@@ -642,6 +662,7 @@ def _our_keys(summary: Summary) -> dict[str, Any]:
         "padding_tokens": summary.waste.padding_tokens,
         "straggler_tokens": summary.waste.straggler_tokens,
         "rejected_draft_tokens": summary.waste.rejected_draft_tokens,
+        "abandoned_tokens": summary.waste.abandoned_tokens,
         "wasted_token_share": summary.waste.wasted_share,
         "slot_steps": summary.slots.slot_steps,
         "slot_efficiency": summary.slots.efficiency,

@@ -9,7 +9,7 @@ import numpy as np
 
 from windtunnel.sim.metrics.latency import NS_PER_S, FloatArray
 from windtunnel.sim.metrics.load import level_over_time
-from windtunnel.sim.records import IntArray, Outcome, Records
+from windtunnel.sim.records import IntArray, Outcome, Records, is_unservable
 from windtunnel.sim.workload import Workload
 
 MIN_REQUESTS = 30
@@ -48,14 +48,15 @@ class Lives:
 
     def __init__(self, records: Records, workload: Workload) -> None:
         table = records.requests
-        came = np.flatnonzero(
-            (table.due_ns >= 0) & (table.due_ns <= records.end_ns) & (table.outcome != Outcome.REJECTED)
-        )
+        came = np.flatnonzero((table.due_ns >= 0) & (table.due_ns <= records.end_ns) & ~is_unservable(records))
         came = came[np.argsort(table.due_ns[came], kind="stable")]
         self.due: IntArray = table.due_ns[came]
         self.sent: IntArray = _or_never(table.arrival_ns[came], records.end_ns)
-        self.started: IntArray = _or_never(table.scheduled_ns[came], records.end_ns)
         self.gone: IntArray = _or_never(table.finish_ns[came], records.end_ns)
+        # who is refused, or gives up while waiting, leaves the queue at that moment
+        self.started: IntArray = np.where(table.scheduled_ns[came] < 0, self.gone, table.scheduled_ns[came])
+        self.is_refused = table.outcome[came] == Outcome.REJECTED
+        self.is_finished = table.outcome[came] == Outcome.FINISHED
         self.max_concurrency = workload.max_concurrency
         self.first_due = int(self.due[0]) if len(came) else 0
         self.last_due = int(self.due[-1]) if len(came) else 0
@@ -65,9 +66,9 @@ class Lives:
         queue_window = (self.first_due, records.end_ns if self.is_burst else self.last_due)
         self.queue_share_at_server = self._queue_share_at_server(records, *queue_window)
         self.queue_share_at_client = self._queue_share_at_client(*queue_window)
-        served = self.gone - self.started
-        self.usual_service_ns = float(np.median(served)) if len(came) else 0.0
-        self.long_service_ns = float(np.percentile(served, 90)) if len(came) else 0.0
+        served = (self.gone - self.started)[table.scheduled_ns[came] >= 0]
+        self.usual_service_ns = float(np.median(served)) if len(served) else 0.0
+        self.long_service_ns = float(np.percentile(served, 90)) if len(served) else 0.0
         self.noise_per_request = sqrt(_square_cv(np.diff(self.due)) + _square_cv(table.num_output_tokens[came]))
         self.num_running_peak = sum(int(replica.steps.num_running.max(initial=0)) for replica in records.replicas)
         self.queue_at_last_arrival = int((self.started > self.last_due).sum())
@@ -81,7 +82,13 @@ class Lives:
     @property
     def completion_rate(self) -> float | None:
         """Requests finished per second while others came."""
-        return float((self.gone <= self.last_due).sum()) * NS_PER_S / self.window_ns if self.window_ns else None
+        done = self.is_finished & (self.gone <= self.last_due)
+        return float(done.sum()) * NS_PER_S / self.window_ns if self.window_ns else None
+
+    @property
+    def refused_share(self) -> float:
+        """Share of the requests that the server refused though it could have served them at another time."""
+        return float(self.is_refused.mean()) if len(self.due) else 0.0
 
     @property
     def is_burst(self) -> bool:

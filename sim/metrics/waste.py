@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from windtunnel.sim.records import IntArray, Records
+from windtunnel.sim.records import IntArray, Outcome, Records
 
 NS_PER_S = 1_000_000_000
 
@@ -18,8 +18,9 @@ NS_PER_S = 1_000_000_000
 class TokenWaste:
     """Tokens that the steps computed, and what they were good for.
 
-    ``computed = useful + recomputed + padding + straggler + rejected drafts``, exactly, for a run in which every
-    request that was begun is finished; of a request that is cut off in its prompt, the whole prompt counts as useful.
+    ``computed = useful + recomputed + padding + straggler + rejected drafts + abandoned``, exactly, for a run in which
+    every request that was begun is finished or aborted; of one that the end of the run cuts off in its prompt, all of
+    the prompt counts as useful.
     """
 
     computed_tokens: int
@@ -33,6 +34,8 @@ class TokenWaste:
     """Decodes of slots whose answer is complete already: the batch waits for its longest ("barrel effect")."""
     rejected_draft_tokens: int = 0
     """Draft tokens that the model did not agree with, or that came after an answer's end (speculative decoding)."""
+    abandoned_tokens: int = 0
+    """Computed for requests whose client gave up before the answer was complete."""
 
     @property
     def wasted_share(self) -> float | None:
@@ -68,18 +71,22 @@ class SlotUse:
 def token_waste(records: Records) -> TokenWaste:
     """What became of the tokens that the run computed."""
     table = records.requests
-    begun = table.scheduled_ns >= 0
+    begun, given_up = table.scheduled_ns >= 0, table.outcome == Outcome.ABORTED
     fed_back = (table.num_output_tokens - 1).clip(min=0)
-    useful = int((table.num_prompt_tokens - table.num_cached_tokens + fed_back)[begun].sum())
+    needed = table.num_prompt_tokens - table.num_cached_tokens + fed_back
+    useful = int(needed[begun & ~given_up].sum())
     recomputed = int(table.num_recomputed_tokens.sum())
     num_decodes = sum(int(replica.steps.num_decode_seqs.sum()) for replica in records.replicas)
     computed = num_decodes + sum(int(replica.steps.prefill_tokens.sum()) for replica in records.replicas)
+    rest = max(0, computed - useful - recomputed)
+    abandoned = min(rest, int(needed[begun & given_up].sum()))  # less, where the client left during its prompt
+    rest -= abandoned
+    if any(replica.runs_to_completion for replica in records.replicas):
+        straggler = min(rest, max(0, num_decodes - int(fed_back[begun].sum())))
+        return TokenWaste(computed, useful, recomputed, rest - straggler, straggler, 0, abandoned)
     if any(len(replica.drafts) for replica in records.replicas):
-        return TokenWaste(computed, useful, recomputed, 0, 0, max(0, computed - useful - recomputed))
-    # Continuous batching never decodes in vain; resumed requests even get a token from a chunk instead of a decode.
-    straggler = max(0, num_decodes - int(fed_back[begun].sum()))
-    padding = max(0, computed - useful - recomputed - straggler)
-    return TokenWaste(computed, useful, recomputed, padding, straggler)
+        return TokenWaste(computed, useful, recomputed, 0, 0, rest, abandoned)
+    return TokenWaste(computed, useful, recomputed, 0, 0, 0, abandoned + rest)
 
 
 def slot_use(records: Records) -> SlotUse:
@@ -112,10 +119,12 @@ def dispatch_wait_ns(records: Records) -> IntArray:
 def formation_wait_ns(records: Records) -> IntArray:
     """The part of ``dispatch_wait_ns`` in which the request's replica computed nothing: it waited for company.
 
-    The rest of that wait is queueing behind batches that ran.
+    The rest of that wait is queueing behind batches that ran.  Only engines that run batches to completion wait like
+    that; requests of others are left out.
     """
     table = records.requests
-    begun = (table.scheduled_ns >= 0).nonzero()[0]
+    batched = np.array([*(replica.runs_to_completion for replica in records.replicas), False])  # last: by none
+    begun = ((table.scheduled_ns >= 0) & batched[table.replica]).nonzero()[0]
     waits = np.zeros(len(begun), np.int64)
     for number, replica in enumerate(records.replicas):
         mine = table.replica[begun] == number
