@@ -299,3 +299,16 @@ def test_overrides_do_not_change_what_the_caller_passed_and_their_order_does_not
     assert engine == {"max_num_seqs": 8}
     for run in (first, second):
         assert run.records.replicas[0].max_num_seqs == 2
+
+
+def test_the_version_of_vllm_goes_by_the_flags_name_too() -> None:
+    by_flag = wt.simulate(small(), engine="vllm-0.11")
+    by_key = wt.simulate(small(), engine_version="vllm-0.11")
+    assert by_flag.summary == by_key.summary
+    assert by_flag.resolved["engine"] == "vLLM 0.11"
+
+
+def test_the_json_holds_the_rate_that_was_configured_where_one_was() -> None:
+    configured = wt.simulate(small())
+    assert (configured.summary["request_rate"], configured.summary["burstiness"]) == (5, 1.0)
+    assert configured.summary["offered_request_rate"] != 5

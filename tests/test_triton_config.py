@@ -94,6 +94,11 @@ def test_without_a_batcher_or_a_batch_dimension_requests_run_one_by_one(text: st
             "max_batch_size: 4 dynamic_batching {\n default_queue_policy { timeout_action: DROP } }",
             "line 2: default_queue_policy: timeout_action must be one of REJECT, DELAY, got 'DROP'",
         ),
+        ("max_batch_sise: 32", "line 1: unknown field 'max_batch_sise' of a model; did you mean 'max_batch_size'?"),
+        (
+            "max_batch_size: 4\ndynamic_batching {\n max_queue_delay: 100 }",
+            "line 3: unknown field 'max_queue_delay' of dynamic_batching; did you mean 'max_queue_delay_microseconds'?",
+        ),
         ("\nsequence_batching { }", "line 2: sequence_batching is not simulated: import models with dynamic_batching"),
     ],
 )
@@ -101,3 +106,8 @@ def test_a_mistake_names_its_line(text: str, message: str) -> None:
     with pytest.raises(PbtxtError) as error:
         from_pbtxt(text)
     assert str(error.value) == message
+
+
+def test_in_flight_batching_of_tensorrt_llm_is_told_to_be_another_policy() -> None:
+    text = 'max_batch_size: 8\nparameters { key: "gpt_model_type" value { string_value: "inflight_fused_batching" } }'
+    assert any("--batching continuous" in note for note in from_pbtxt(text).ignored)
