@@ -71,7 +71,10 @@ class Loaded:
     def path_of(self, section: str, key: str, value: str) -> Path:
         """A path given under a key: relative to the scenario file, or to the working folder if an override gave it."""
         is_override = (section, key) in self.overridden or (section,) in self.overridden
-        path = Path(value).expanduser()
+        try:
+            path = Path(value).expanduser()
+        except RuntimeError as error:  # ~nobody
+            raise ScenarioUnreadable(f"{key} = {_shown(value)}: {str(error).rstrip('.')}") from None
         return path if is_override else self.base_dir / path
 
     def source_of(self, *path: str) -> str | None:
@@ -217,11 +220,26 @@ def _merge(raw: dict[str, Any], sources: dict[KeyPath, str], overrides: Mapping[
         if len(path) == 1:
             raw[key] = dict(override.value) if isinstance(override.value, Mapping) else override.value
             continue
-        section = raw.setdefault(path[0], {})
+        section = raw[path[0]] = _expanded(path[0], raw.get(path[0], {}), sources)
         if not isinstance(section, dict):
             raise ScenarioError(f"{sources.get((path[0],), path[0])}: [{path[0]}] must be a table of keys")
         section[key] = override.value
     return notes
+
+
+_SPELT_AS_TEXT = {**_TAGS, "speculative": "method"}
+"""Sections that may be written as text, each with the key that its first word stands for."""
+
+
+def _expanded(section: str, value: Any, sources: Mapping[KeyPath, str]) -> Any:
+    """A section as a table, where it was written as the text that abbreviates one."""
+    if not isinstance(value, str) or section not in _SPELT_AS_TEXT:
+        return value
+    try:
+        return spec_table(value, _SPELT_AS_TEXT[section])
+    except ValueError as error:
+        source = sources.get((section,), section)
+        raise ScenarioError(f"{source}: {section} = {_shown(value)} {error}") from None
 
 
 _SAY_THE_SAME = (("request_rate", "arrival"), ("arrival", "request_rate"), ("arrival", "burstiness"))

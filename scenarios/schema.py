@@ -108,7 +108,7 @@ class Deployment(_Section):
         None
     )
     """Type of the KV cache; auto is that of the model."""
-    num_gpu_blocks_override: Annotated[Count | None, Field(ge=2)] = None
+    num_gpu_blocks_override: Annotated[Count | None, Field(ge=2, le=50_000_000)] = None
     """KV blocks in the pool, whatever the memory; block 0 is the null block and holds nothing."""
     kv_cache_memory_bytes: Annotated[Size | None, Field(ge=1)] = None
     """Memory for the KV cache per GPU, in place of gpu_memory_utilization's share."""
@@ -116,9 +116,9 @@ class Deployment(_Section):
     """Whose defaults apply: those of `vllm serve` (api_server) or of the offline class LLM (llm_class)."""
     engine_version: str | None = None
     """Version of vLLM whose defaults and rules apply, such as vllm-0.11; the newest known one if not given."""
-    pipeline_parallel_size: Annotated[Count | None, Field(ge=1)] = None
+    pipeline_parallel_size: Annotated[Count | None, Field(ge=1, le=1024)] = None
     """Stages that one replica's layers are spread over, each on tensor_parallel_size GPUs."""
-    data_parallel_size: Annotated[Count | None, Field(ge=1)] = None
+    data_parallel_size: Annotated[Count | None, Field(ge=1, le=4096)] = None
     """Replicas of the model, each with a KV cache and a scheduler of its own."""
     router: Literal["vllm", "round_robin"] | None = None
     """Who serves the next request: vllm looks at the replicas' load as its own load balancer does, round_robin takes
@@ -180,7 +180,7 @@ class StaticBatching(_Section):
 
     policy: Literal["static"]
     """Which policy."""
-    batch_size: Annotated[Count, Field(ge=1)]
+    batch_size: Annotated[Count, Field(ge=1, le=1_000_000)]
     """Slots of a batch."""
     batch_timeout: Duration | None = None
     """Longest wait for company; 0 takes what is there, not given waits until the batch is full."""
@@ -210,13 +210,13 @@ class DynamicBatching(_Section):
     """Which policy."""
     config: str | None = None
     """Path of a config.pbtxt, relative to the scenario file; the other keys win over it."""
-    max_batch_size: Annotated[Count | None, Field(ge=1)] = None
+    max_batch_size: Annotated[Count | None, Field(ge=1, le=1_000_000)] = None
     """Most requests of a batch."""
     preferred_batch_size: Sizes | None = None
     """Sizes that go at once when they can be made."""
     max_queue_delay_microseconds: Annotated[Count | None, Field(ge=0)] = None
     """Longest wait for company while no preferred size can be made."""
-    instance_count: Annotated[Count | None, Field(ge=1)] = None
+    instance_count: Annotated[Count | None, Field(ge=1, le=10_000)] = None
     """Copies of the model on the GPU, which take turns."""
     max_queue_size: Annotated[Count | None, Field(ge=0)] = None
     """Waiting requests beyond which one that comes is rejected; 0 is no limit."""
@@ -224,9 +224,9 @@ class DynamicBatching(_Section):
     """Wait after which timeout_action befalls a request; 0 is never."""
     timeout_action: Literal["REJECT", "DELAY"] | None = None
     """Reject it, or put it behind all others."""
-    priority_levels: Annotated[Count | None, Field(ge=0)] = None
+    priority_levels: Annotated[Count | None, Field(ge=0, le=10_000)] = None
     """Levels from 1, which goes first; 0 is one queue for all."""
-    default_priority_level: Annotated[Count | None, Field(ge=0)] = None
+    default_priority_level: Annotated[Count | None, Field(ge=0, le=10_000)] = None
     """Level of requests whose priority is no level."""
     kv_reserve: KvReserve | None = None
     """KV that a slot holds: padded prompt plus the largest max_tokens of the batch (padded), or max_model_len."""
@@ -243,7 +243,7 @@ class SwapBatching(_Section):
     """Which policy."""
     swap_space: Annotated[Size | None, Field(ge=0)] = None
     """CPU memory for swapped KV blocks per GPU (vLLM V0's flag of that name)."""
-    num_cpu_blocks: Annotated[Count | None, Field(ge=0)] = None
+    num_cpu_blocks: Annotated[Count | None, Field(ge=0, le=50_000_000)] = None
     """The same in KV blocks, where no model says how large one is."""
     pcie_bandwidth: Annotated[Size | None, Field(ge=1)] = None
     """Bytes per second that copies between GPU and CPU reach, each way, per GPU."""
@@ -319,7 +319,7 @@ class Speculative(_Section):
 
     method: Literal["ngram", "eagle", "eagle3", "mtp", "draft_model"] | None = None
     """Who drafts, as in vLLM's --speculative-config; told by the name of draft_model if not given."""
-    num_speculative_tokens: Annotated[Count | None, Field(ge=0)] = None
+    num_speculative_tokens: Annotated[Count | None, Field(ge=0, le=1024)] = None
     """Tokens drafted for each request and step; 0 is no speculation."""
     acceptance: Acceptance | None = None
     """How many drafts hold: one rate for each draft whose predecessors held; a list of the shares of all steps in which
@@ -419,7 +419,7 @@ class TraceWorkload(_Section):
 class SyntheticWorkload(_Section):
     """Requests drawn from distributions."""
 
-    num_requests: Annotated[Count | None, Field(ge=1)] = None
+    num_requests: Annotated[Count | None, Field(ge=1, le=1_000_000_000)] = None
     """How many requests (turns, where there are sessions); 1000 if nothing says otherwise, as vLLM's --num-prompts."""
     input: Length
     """Prompt tokens of a request, where there are prefixes or sessions those that it adds to what was there before."""

@@ -24,16 +24,30 @@ def parse_count(value: int | str) -> int:
     with lower-case suffixes only included.  Raises ValueError for anything else.
     """
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
+        return _checked(value)
     match = _COUNT.fullmatch(value.strip().replace("_", "")) if isinstance(value, str) else None
     if match is None:
         raise ValueError("must be a whole number such as 8192, 16k (16,000) or 16K (16,384)")
     number, suffix = match.groups()
     if "." not in number:
-        return int(number) * _COUNT_SUFFIXES.get(suffix, 1)
+        return _checked(int(number[:40]) * _COUNT_SUFFIXES.get(suffix, 1))
     if not suffix.islower():
         raise ValueError(f"must be whole; decimals need a lower-case suffix, such as {number}k")
-    return int(float(number) * _COUNT_SUFFIXES[suffix])
+    return _checked(int(float(number[:40]) * _COUNT_SUFFIXES[suffix]))
+
+
+MAX_COUNT = 10**15
+"""Larger whole numbers are slips of the finger, and more than columns of 64 bits hold once they are multiplied."""
+
+
+def _checked(number: int) -> int:
+    if abs(number) > MAX_COUNT:
+        raise ValueError("must be at most 10^15")
+    return number
+
+
+MAX_DURATION_S = 1e9
+"""About 30 years; simulated time ends after 292."""
 
 
 def parse_duration_s(value: float | str) -> float:
@@ -44,12 +58,14 @@ def parse_duration_s(value: float | str) -> float:
     seconds = _duration_s(value)
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError("must be a duration of at least 0, such as 20m, 90s, 1h30m or a number of seconds")
+    if seconds > MAX_DURATION_S:
+        raise ValueError("must be at most 10^9 seconds (30 years)")
     return seconds
 
 
 def _duration_s(value: float | str) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        return _as_float(value)
     text = value.strip() if isinstance(value, str) else ""
     try:
         return float(text)
@@ -72,20 +88,34 @@ def parse_size_bytes(value: int | str) -> int:
     else, naming both spellings, because mixing them up costs 7 % of the memory.
     """
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
+        return _checked_size(value)
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     unit = match.group(2) if match else ""
     factor = _SIZE_UNITS.get(unit, _COUNT_SUFFIXES.get(unit, 1 if not unit else 0))
     if match is None or not factor:
         raise ValueError("must be bytes or a size with a unit: 16GiB is 16 * 2**30 bytes, 16GB is 16 * 10**9 bytes")
-    return round(float(match.group(1)) * factor) if "." in match.group(1) else int(match.group(1)) * factor
+    number = match.group(1)[:40]
+    return _checked_size(round(float(number) * factor) if "." in number else int(number) * factor)
+
+
+def _checked_size(num_bytes: int) -> int:
+    if abs(num_bytes) > MAX_COUNT * 1000:
+        raise ValueError("must be at most 10^18 bytes")
+    return num_bytes
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf
 
 
 def parse_rate(value: float | str) -> float:
     """Requests per second, above 0; ``inf`` is all at once.  Raises ValueError for anything else."""
     try:
         rate = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         rate = math.nan
     if not rate > 0:
         raise ValueError("must be a number of requests per second above 0, or inf")

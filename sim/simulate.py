@@ -23,6 +23,10 @@ from windtunnel.sim.world import World
 Progress = Callable[[int, int], None]
 
 
+class TimeRunsOut(ValueError):
+    """Simulated time would pass what 64 bits of nanoseconds hold."""
+
+
 class RequestTooLarge(ValueError):
     """A request that the KV pool can never hold, so that the engine would try for ever."""
 
@@ -102,7 +106,12 @@ def _run(
         for number, (engine, log) in enumerate(zip(engines, logs, strict=True))
     ]
     client.start(Cluster(world, replicas, *front))
-    world.run(until=horizon_ns)
+    try:
+        world.run(until=horizon_ns)
+    except OverflowError as error:
+        raise TimeRunsOut(
+            "simulated time passes 292 years: make steps or waits shorter, or end the run with a horizon"
+        ) from error
     num_open = client.write_unfinished()
     for replica, log in zip(replicas, logs, strict=True):
         for request in replica.scheduler.requests():

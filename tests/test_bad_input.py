@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -338,3 +339,56 @@ def test_a_folder_that_holds_no_run(refused: Refusal) -> None:
         code, message = refused(*command)
         assert code == 3
         assert "no run in empty" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["--batching", "static:batch_size=9223372036854775808"], 2, "must be at most 10^15"),
+        (["--batching", "static:batch_size=10000000"], 2, "must be at least 1 and at most 1e+06"),
+        (
+            ["--batching", "dynamic:max_batch_size=2,priority_levels=1000000,default_priority_level=1"],
+            2,
+            "at most 10000",
+        ),
+        (["--batching", "static:batch_size=2,batch_timeout=1e300"], 2, "at most 10^9 seconds"),
+        (["--request-timeout", "1e300"], 2, "at most 10^9 seconds"),
+        (["--dp", "1000000"], 2, "at least 1 and at most 4096"),
+        (["--pp", "100000"], 2, "at least 1 and at most 1024"),
+        (["--speculative-config", "ngram:num_speculative_tokens=9007199254740992,acceptance=0.7"], 2, "at most 10^15"),
+        (["--num-gpu-blocks-override", "99999999999999999999"], 2, "at most 10^15"),
+        (["--num-gpu-blocks-override", "10000000000"], 2, "at least 2 and at most 5e+07"),
+        (["-q", "--cost", "constant:step_s=900000000"], 2, "passes 292 years"),
+        (["--trace", "~nobody-of-that-name/trace.csv"], 3, "~nobody-of-that-name"),
+        (["--cost", "profile:path=~nobody-of-that-name/p.json"], 3, "~nobody-of-that-name"),
+    ],
+)
+def test_what_no_machine_could_run_is_refused_at_once(
+    arguments: list[str], code: int, expected: str, refused: Refusal
+) -> None:
+    found, message = refused("simulate", "scenario.toml", *arguments)
+    assert found == code
+    assert expected in message
+
+
+def test_a_config_pbtxt_that_is_nested_for_ever_is_unreadable(refused: Refusal) -> None:
+    Path("deep.pbtxt").write_text("a {" * 2000 + "}" * 2000)
+    code, message = refused("simulate", "scenario.toml", "--batching", "dynamic:config=deep.pbtxt")
+    assert code == 3
+    assert "nested more than 100 deep" in message
+
+
+@pytest.mark.parametrize("change", ["hardware", "metadata", "workload", "objectives", "windtunnel_version"])
+def test_a_run_whose_settings_were_changed_is_unreadable(
+    change: str, refused: Refusal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "scenario.toml", "-o", "run", "-q"]) == 0
+    capsys.readouterr()
+    file = Path("run/scenario.resolved.json")
+    resolved = json.loads(file.read_text())
+    del resolved[change]
+    file.write_text(json.dumps(resolved))
+    for command in (["report", "run", "--html", "x.html"], ["trace", "run", "-o", "x.json"]):
+        code, message = refused(*command)
+        assert code == 3
+        assert "simulate it again" in message.replace("simulate\n", "simulate ")

@@ -555,3 +555,17 @@ def check_refusal(arguments: Sequence[str], code: int, words: str, capsys: pytes
     assert "bug in windtunnel" not in captured.err
     assert words in captured.err
     assert got == code
+
+
+def test_a_section_in_its_short_form_and_one_of_its_keys_go_together() -> None:
+    scenario = {
+        "name": "short",
+        "workload": WORK,
+        "cost": "constant:step_s=10ms",
+        "batching": "static:batch_size=4",
+        "deployment": WITHOUT,
+    }
+    given = {"batch_size": Override(2, "--set"), "step_s": Override("1ms", "--set")}
+    run = resolve(load_scenario(scenario, given))
+    assert run.system.batching == StaticConfig(2)
+    assert run.cost.describe()["step_s"] == 0.001

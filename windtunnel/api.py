@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windtunnel import __version__
-from windtunnel.rundir import RecordsFormat, SavedRun, read_run, replica_columns, request_columns, write_run, writing
+from windtunnel.rundir import (
+    RecordsFormat,
+    RunUnreadable,
+    SavedRun,
+    read_run,
+    replica_columns,
+    request_columns,
+    write_run,
+    writing,
+)
 from windtunnel.sim.records import Records
 
 if TYPE_CHECKING:
@@ -73,7 +82,28 @@ def load_run(folder: str | Path) -> Run:
     """
     saved = read_run(Path(folder))
     saturation = saved.resolved.pop("saturation_request_throughput", None)
-    return Run(saved.records, saved.workload, saved.resolved, saturation)
+    run = Run(saved.records, saved.workload, saved.resolved, saturation)
+    _check_is_whole(run, Path(folder))
+    return run
+
+
+def _check_is_whole(run: Run, folder: Path) -> None:
+    """Raise RunUnreadable if the settings lack what reports are made from."""
+    from windtunnel.sim.metrics import parse_slos
+
+    try:
+        asked, context = run.resolved["objectives"], run.context
+        parse_slos(asked["slo"] or [])
+        texts = [context.engine, context.cost_model, *context.notes, *context.warnings]
+        kinds = (asked["percentiles"], run.resolved["metadata"], run.resolved["workload"])
+        is_whole = all(isinstance(text, str) for text in texts) and isinstance(kinds[0], list)
+        if not is_whole or not all(isinstance(kind, dict) for kind in kinds[1:]):
+            raise TypeError("a setting has another type than this version writes")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RunUnreadable(
+            f"the run in {folder} cannot be read ({error!r}): it was changed or comes from another version; simulate "
+            "it again"
+        ) from error
 
 
 class Run:

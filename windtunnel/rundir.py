@@ -359,7 +359,7 @@ def read_run(folder: Path) -> SavedRun:
         tables = {name: _read_table(folder / f"{name}.{suffix}") for name in _TABLES}
         workload = _workload(resolved.pop("requests"), tables["workload"])
         return SavedRun(workload, _records(resolved.pop("records"), tables), summary, resolved)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException) as error:
         raise RunUnreadable(f"the run in {folder} cannot be read ({error}): simulate it again") from error
 
 

@@ -72,6 +72,11 @@ _GROUP_FIELDS = [
     "passive",
     "host_policy",
 ]
+MAX_DELAY_US = 10**15
+"""Longer waits (31 years) are for ever."""
+MAX_NUMBER = {"priority_levels": 10_000, "default_priority_level": 10_000, "max_batch_size": 1_000_000, "count": 10_000}
+MAX_DEPTH = 100
+"""Of messages within messages; protobuf's own limit."""
 TIMEOUT_ACTION_NUMBERS = {"0": "REJECT", "1": "DELAY"}
 
 
@@ -120,6 +125,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._tokens = list(_tokens(text))
         self._at = 0
+        self._depth = 0
 
     def parse(self) -> list[tuple[str, _Scalar | _Message]]:
         """All fields of the file."""
@@ -127,12 +133,16 @@ class _Parser:
 
     def _fields(self, end: str) -> list[tuple[str, _Scalar | _Message]]:
         fields: list[tuple[str, _Scalar | _Message]] = []
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise PbtxtError(f"line {self._peek().line}: messages are nested more than {MAX_DEPTH} deep")
         while (token := self._take()).text != end or token.kind == "string":
             if token.kind != "name":
                 raise _unexpected(token, f"a field's name or {end!r}" if end else "a field's name")
             fields += [(token.text, value) for value in self._values()]
             if self._peek().text in (",", ";"):
                 self._take()
+        self._depth -= 1
         return fields
 
     def _values(self) -> list[_Scalar | _Message]:
@@ -198,7 +208,7 @@ class _Reader:
 
     def __init__(self, model: _Message) -> None:
         self._model = model
-        self._ignored: list[tuple[int, str]] = []
+        self._ignored: dict[tuple[int, str], None] = {}
 
     def imported(self) -> Imported:
         model = self._model
@@ -297,8 +307,7 @@ class _Reader:
                 self._note(value.line, prefix + name)
 
     def _note(self, line: int, what: str) -> None:
-        if (line, what) not in self._ignored:  # a list of values is one field
-            self._ignored.append((line, what))
+        self._ignored[line, what] = None  # a list of values is one field
 
     def _all(self, message: _Message, name: str) -> list[_Scalar | _Message]:
         return [value for field, value in message.fields if field == name]
@@ -327,13 +336,24 @@ class _Reader:
         value = self._one(message, name)
         return 0 if value is None else self._number(value, name)
 
+    def _checked(self, number: int, line: int, name: str) -> int:
+        """Delays are cut to what is for ever; of everything else no more is believed than Triton's own limit."""
+        if name.endswith("_microseconds"):
+            return min(number, MAX_DELAY_US)
+        if number > MAX_NUMBER.get(name, 2**31 - 1):
+            raise PbtxtError(f"line {line}: {name} must be at most {MAX_NUMBER.get(name, 2**31 - 1):,}, got {number}")
+        return number
+
     def _number(self, value: _Scalar | _Message, name: str) -> int:
         found = value.text if isinstance(value, _Scalar) else "a message"
         if isinstance(value, _Scalar) and value.kind == "number":
             try:
-                return int(found, 0)
+                number = int(found[:40], 0)
             except ValueError:
                 pass
+            else:
+                return self._checked(number, value.line, name)
+        found = found if len(found) <= 40 else f"{found[:37]}..."
         raise PbtxtError(f"line {value.line}: {name} must be a whole number, found {found!r}")
 
 

@@ -18,6 +18,7 @@ _CODES = {
     ("windtunnel.sim.cost.profile", "ProfileError"): EXIT_UNREADABLE,
     ("windtunnel.sim.decisions", "CaseError"): EXIT_UNREADABLE,
     ("windtunnel.sim.simulate", "RequestTooLarge"): EXIT_INFEASIBLE,
+    ("windtunnel.sim.simulate", "TimeRunsOut"): EXIT_USAGE,
     ("windtunnel.sim.deployment.memory", "InfeasibleDeployment"): EXIT_INFEASIBLE,
     ("windtunnel.sim.deployment.model", "UnsupportedModel"): EXIT_USAGE,
     ("windtunnel.rundir", "OutputError"): EXIT_USAGE,
