@@ -12,6 +12,7 @@ from windtunnel.reports.comparison_answer import relation_words, say
 from windtunnel.reports.figures import Figure, Trace, log_axis, rounded
 from windtunnel.reports.words import digits, percent
 from windtunnel.sim.metrics.comparison import (
+    MOST_FAILED,
     ComparedRun,
     ComparedRuns,
     ComparisonAxis,
@@ -25,6 +26,8 @@ MOST_BARS = 16
 """Bars in the figure of where the work went; of more runs only those at one value of the axis are drawn."""
 NAME_WIDTH = 18
 """Characters of a line of a name."""
+CHARACTER_WIDTH = 0.02
+"""Of a label of the axis, as a share of the axis of a figure of half the page's width."""
 LABEL_WIDTH = 28
 """Of a name that has one line only."""
 
@@ -44,6 +47,7 @@ _WORK = (
     ("padding_tokens", "padding", "@orange", "."),
     ("straggler_tokens", "complete answers waiting for the longest", "@purple", "x"),
     ("rejected_draft_tokens", "rejected drafts", "@sky", "-"),
+    ("abandoned_tokens", "for clients that gave up", "@grey", "|"),
 )
 
 
@@ -65,10 +69,15 @@ def _metric_figure(runs: ComparedRuns, relations: Sequence[Relation], key: str) 
 def _caption(runs: ComparedRuns, key: str) -> str:
     better = metric(key).better
     text = f"{better.capitalize()} is better." if better else ""
-    if metric(key).is_latency and any(run.is_hopeless for run in runs.runs):
-        mark = "Open symbols" if runs.axis is not None and runs.axis.positions is not None else "Hatched bars"
-        text += f" {mark}: overloaded; a longer run would be slower still."
-    return text.strip()
+    if any(runs.is_offered(key, place) for place in runs.places):
+        text += " Where all serve what is offered it does not tell them apart."
+    if all(runs.judges(key, run) for run in runs.runs):
+        return text.strip()
+    mark = "Open symbols" if runs.axis is not None and runs.axis.positions is not None else "Hatched bars"
+    why = ["overloaded; a longer run would be worse still"] if any(run.is_hopeless for run in runs.runs) else []
+    lucky = any(not runs.judges(key, run) and not run.is_hopeless for run in runs.runs)
+    why += [f"more than {percent(MOST_FAILED)} of the requests failed; latencies are those of the others"] * lucky
+    return f"{text} {mark}: {', or '.join(why)}.".strip()
 
 
 def _title(key: str) -> str:
@@ -119,14 +128,13 @@ def _curve(runs: ComparedRuns, axis: ComparisonAxis, key: str, number: int, scal
     variant, (colour, symbol, dash) = runs.variants[number], _LOOKS[number % len(_LOOKS)]
     assert axis.positions is not None, "drawn along numeric axes only"
     drawn = [run for place in axis.order if (run := runs.run(variant, place)).number(key) is not None]
-    judged = metric(key).is_latency
     return {
         "x": rounded([axis.positions[run.place] for run in drawn]),
         "y": rounded([(run.number(key) or 0.0) * scale for run in drawn]),
         "mode": "lines+markers", "name": _broken_name(variant), "line": {"color": colour, "width": 2.5, "dash": dash},
         "marker": {
             "size": 9, "color": colour,
-            "symbol": [f"{symbol}-open" if judged and run.is_hopeless else symbol for run in drawn],
+            "symbol": [symbol if runs.judges(key, run) else f"{symbol}-open" for run in drawn],
         },
         "customdata": [_hover(axis, run, key) for run in drawn], "hovertemplate": _hover_template(axis),
     }  # fmt: skip
@@ -149,8 +157,22 @@ def _numeric_axis(axis: ComparisonAxis) -> dict[str, Any]:
     if axis.is_log:
         made |= log_axis(min(shown), max(shown))
     if len(shown) <= MOST_TICKS:
-        made |= {"tickvals": rounded(shown), "ticktext": [escape(word) for word in words], "tickangle": 0}
+        kept = _apart([log10(x) for x in shown] if axis.is_log else shown, words)
+        text = [escape(word) if keep else "" for word, keep in zip(words, kept, strict=True)]
+        made |= {"tickvals": rounded(shown), "ticktext": text, "tickangle": 0}
     return made
+
+
+def _apart(places: Sequence[float], words: Sequence[str]) -> list[bool]:
+    """Which labels of ticks to keep so that they do not overlap; the last one in any case."""
+    if len(places) < 2:
+        return [True] * len(places)
+    width = [CHARACTER_WIDTH * (len(word) + 2) * (places[-1] - places[0]) for word in words]
+    kept = [len(places) - 1]
+    for k in reversed(range(len(places) - 1)):
+        if places[kept[-1]] - places[k] >= (width[k] + width[kept[-1]]) / 2:
+            kept.append(k)
+    return [k in kept for k in range(len(places))]
 
 
 def _crossing_marks(axis: ComparisonAxis, relations: Sequence[Relation], key: str, scale: float) -> Trace:
@@ -180,7 +202,6 @@ def _crossing_label(
 def _bars(runs: ComparedRuns, key: str) -> Figure:
     scale, unit = _scale(runs, key)
     drawn = [run for run in runs.runs if run.number(key) is not None]
-    judged = metric(key).is_latency
     numbers = [runs.variants.index(run.variant) for run in drawn]
     bars: Trace = {
         "type": "bar", "orientation": "h", "showlegend": False, "cliponaxis": False, "textposition": "outside",
@@ -190,7 +211,7 @@ def _bars(runs: ComparedRuns, key: str) -> Figure:
         "customdata": [run.verdict for run in drawn], "hovertemplate": "%{y}: %{text}, %{customdata}<extra></extra>",
         "marker": {
             "color": [_LOOKS[number % len(_LOOKS)][0] for number in numbers],
-            "pattern": _pattern(["/" if judged and run.is_hopeless else "" for run in drawn]),
+            "pattern": _pattern(["" if runs.judges(key, run) else "/" for run in drawn]),
         },
     }  # fmt: skip
     most = max((run.number(key) or 0.0) * scale for run in drawn)
@@ -223,7 +244,6 @@ def _grouped_bars(runs: ComparedRuns, axis: ComparisonAxis, key: str) -> Figure:
 
 
 def _groups(runs: ComparedRuns, axis: ComparisonAxis, key: str, scale: float) -> Iterator[Trace]:
-    judged = metric(key).is_latency
     for number, variant in enumerate(runs.variants):
         drawn = [run for place in runs.places if (run := runs.run(variant, place)).number(key) is not None]
         yield {
@@ -231,7 +251,7 @@ def _groups(runs: ComparedRuns, axis: ComparisonAxis, key: str, scale: float) ->
             "y": rounded([(run.number(key) or 0.0) * scale for run in drawn]),
             "marker": {
                 "color": _LOOKS[number % len(_LOOKS)][0],
-                "pattern": _pattern(["/" if judged and run.is_hopeless else "" for run in drawn]),
+                "pattern": _pattern(["" if runs.judges(key, run) else "/" for run in drawn]),
             },
             "customdata": [_hover(axis, run, key) for run in drawn], "hovertemplate": _hover_template(axis),
         }  # fmt: skip

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
-from windtunnel.reports.comparison_answer import ComparisonContext, answer, relation_words
+from windtunnel.reports.comparison_answer import ComparisonAnswer, ComparisonContext, answer, relation_words
 from windtunnel.reports.comparison_figures import comparison_figures, has_waste
 from windtunnel.reports.comparison_text import Cell, run_columns, run_table, variant_table
 from windtunnel.reports.figures import Figure
@@ -43,7 +44,9 @@ _TONES = {
     Verdict.STABLE.value: "good",
     Verdict.OVERLOADED.value: "bad",
     Verdict.STALLED.value: "bad",
+    "shedding": "bad",
     "infeasible": "bad",
+    "not possible": "bad",
 }
 
 
@@ -65,11 +68,12 @@ def _page(runs: ComparedRuns, relations: Sequence[Relation], context: Comparison
     yield "<main>"
     yield from _purpose(context)
     said = answer(runs, relations)
-    yield from answer_box(said.headline, said.sentences, said.tone)
+    yield from answer_box(said.headline, said.sentences, "none")
     yield from warning_box(context.common.warnings, calibrated=context.common.calibrated)
-    yield from navigation(_sections(runs, relations))
+    further = _further(runs, relations, said)
+    yield from navigation(_sections(runs, further))
     yield from _curves(runs, drawn)
-    yield from _crossings(runs, relations)
+    yield from _crossings(further)
     yield from _work(runs, drawn)
     yield from _numbers(runs)
     yield from _settings(runs, context)
@@ -80,9 +84,28 @@ def _page(runs: ComparedRuns, relations: Sequence[Relation], context: Comparison
     yield from page_end(drawn)
 
 
-def _sections(runs: ComparedRuns, relations: Sequence[Relation]) -> Iterator[tuple[str, str]]:
+class _Further(NamedTuple):
+    """What holds between each two variants, without what the answer has said."""
+
+    changing: list[str]
+    """Where their lines cross."""
+    others: list[str]
+
+
+def _further(runs: ComparedRuns, relations: Sequence[Relation], said: ComparisonAnswer) -> _Further:
+    further = _Further([], [])
+    if runs.axis is None:
+        return further
+    for each in relations:
+        words = relation_words(runs.axis, each)
+        if words not in said.sentences:
+            (further.changing if each.crossings else further.others).append(words)
+    return further
+
+
+def _sections(runs: ComparedRuns, further: _Further) -> Iterator[tuple[str, str]]:
     yield "curves", "Side by side"
-    if runs.axis is not None and relations:
+    if any(further):
         yield "crossings", "Who is ahead where"
     if has_waste(runs):
         yield "work", "Where the work went"
@@ -109,16 +132,23 @@ def _curves(runs: ComparedRuns, drawn: Sequence[Figure]) -> Iterator[str]:
     yield f'<div class="pair">{"".join(figure(each) for each in drawn if each.half)}</div>\n</section>'
 
 
-def _crossings(runs: ComparedRuns, relations: Sequence[Relation]) -> Iterator[str]:
-    if runs.axis is None or not relations:
+def _crossings(further: _Further) -> Iterator[str]:
+    if not any(further):
         return
     yield section("crossings", "Who is ahead where")
     yield (
-        '<p class="lead">Numbers that differ by 1 % or less are level. A crossing lies where the lines between runs '
-        "meet, so it is as exact as the values of the axis are close.</p>"
+        '<p class="lead">Numbers that differ by 1 % or less (capacities: 3 %) are level. A crossing lies where the '
+        "lines between runs meet, so it is as exact as the values of the axis are close.</p>"
     )
-    sentences = (escape(relation_words(runs.axis, relation)) for relation in relations)
-    yield f"<ul>{''.join(f'<li>{sentence}</li>' for sentence in sentences)}</ul>\n</section>"
+    if further.changing:
+        yield _list(further.changing)
+    if further.others:
+        yield f"<details><summary>Pairs that do not cross</summary>{_list(further.others)}</details>"
+    yield "</section>"
+
+
+def _list(sentences: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
 
 
 def _work(runs: ComparedRuns, drawn: Sequence[Figure]) -> Iterator[str]:

@@ -21,8 +21,10 @@ NARROWEST = 10
 """Of a column; headings are broken over lines to fit."""
 
 _ALWAYS = (
+    "failed_share",
     "completed",
     "duration",
+    "capacity",
     "request_throughput",
     "request_goodput",
     "output_throughput",
@@ -50,11 +52,11 @@ _ALWAYS = (
 )
 """Rows that are left out only where no run has them."""
 _WHERE_ANY = (
-    "failed",
     "recomputed_prefill_tokens",
     "padding_tokens",
     "straggler_tokens",
     "rejected_draft_tokens",
+    "abandoned_tokens",
     "wasted_token_share",
     "mean_batch_formation_wait_ms",
     "swapped_out_blocks",
@@ -81,15 +83,24 @@ class Cell(NamedTuple):
     is_verdict: bool = False
 
 
-def render_text(runs: ComparedRuns, relations: Sequence[Relation], context: ComparisonContext) -> str:
-    """The whole text, ending in a newline: what was compared, the answer, and the table."""
+def render_text(
+    runs: ComparedRuns, relations: Sequence[Relation], context: ComparisonContext, *, with_purpose: bool = False
+) -> str:
+    """The whole text, ending in a newline: what was compared, the answer, and the table.
+
+    ``with_purpose`` puts what the scenario teaches before the answer.
+    """
     said = answer(runs, relations)
     lines = [*header(context.common), ""]
+    if with_purpose and context.teaches:
+        lines += [*wrap(context.teaches, PROSE_WIDTH), ""]
     for sentence in (said.headline, *said.sentences):
         lines += wrap(sentence, PROSE_WIDTH, subsequent_indent="  ")
-    lines += ["", *(_by_variant(runs) if runs.axis is None else _by_run(runs)), ""]
+    table, has_changes = _table(runs)
+    lines += ["", *table, ""]
     if len(runs.variants) > 1:
-        lines += wrap(f"Changes are against {runs.baseline}.", PROSE_WIDTH)
+        left_out = f"Changes from {runs.baseline} are left out for want of room; --html and --json have them."
+        lines += wrap(f"Changes are against {runs.baseline}." if has_changes else left_out, PROSE_WIDTH)
     for warning in context.common.warnings:
         lines += wrap(f"WARNING: {warning}", PROSE_WIDTH, subsequent_indent="         ")
     return "\n".join(line.rstrip() for line in lines).rstrip("\n") + "\n"
@@ -167,18 +178,37 @@ def _cell_of_run(runs: ComparedRuns, run: ComparedRun, key: str) -> Cell:
 
 
 def run_columns(runs: ComparedRuns) -> list[str]:
-    """The metrics, and what explains them."""
+    """How many failed if any did, the metrics, and what explains them."""
     beside = [key for key in _BESIDE_METRICS if key not in runs.metrics and _is_told(runs, key)]
-    return [*runs.metrics, *(key for key in beside if key not in _WHERE_ANY or any(runs.numbers(key)))]
+    return [*_needed(runs), *(key for key in beside if key not in _EXPLAINS or any(runs.numbers(key)))]
+
+
+def _needed(runs: ComparedRuns) -> list[str]:
+    has_failures = "failed_share" not in runs.metrics and _is_told(runs, "failed_share")
+    return ["failed_share", *runs.metrics] if has_failures else [*runs.metrics]
+
+
+_EXPLAINS = ("preemptions", *_WHERE_ANY)
+"""Columns that are left out where all are 0."""
 
 
 def shown_keys(runs: ComparedRuns) -> list[str]:
     """Numbers that are worth a row: those that some run has, and of waste those that are not all 0."""
     high = _highest_percentile(runs)
-    always = [key.replace("p99", high) for key in _ALWAYS]
-    first = [key for key in runs.metrics if key not in (*always, *_WHERE_ANY)]
-    told = [key for key in (*first, *always) if _is_told(runs, key)]
+    rows = [key.replace("p99", high) for key in _ALWAYS]
+    for key in runs.metrics:
+        if key not in (*rows, *_WHERE_ANY):
+            rows.insert(_row_of(key, rows), key)
+    told = [key for key in rows if _is_told(runs, key)]
     return [*told, *(key for key in _WHERE_ANY if any(runs.numbers(key)))]
+
+
+def _row_of(key: str, rows: Sequence[str]) -> int:
+    """Behind the last number of its kind (a latency of the same name), else behind all."""
+    kind = key.partition("_")[2]
+    return max(
+        (k + 1 for k, row in enumerate(rows) if metric(key).is_latency and row.endswith(kind)), default=len(rows)
+    )
 
 
 def _highest_percentile(runs: ComparedRuns) -> str:
@@ -189,7 +219,13 @@ def _highest_percentile(runs: ComparedRuns) -> str:
 
 
 def _is_told(runs: ComparedRuns, key: str) -> bool:
-    return bool(runs.numbers(key))
+    """Whether some run has this number, and not all the one that says nothing."""
+    numbers = runs.numbers(key)
+    if key == "failed_share":
+        return any(numbers)
+    if key == "slot_efficiency":
+        return any(abs(number - 1) >= 0.005 for number in numbers)
+    return bool(numbers)
 
 
 def cell(runs: ComparedRuns, run: ComparedRun, key: str) -> Cell:
@@ -198,13 +234,9 @@ def cell(runs: ComparedRuns, run: ComparedRun, key: str) -> Cell:
     if value is None:
         return Cell(NOTHING)
     change = runs.change(run, key)
-    return Cell(_shown(key, value), changed(change), _tone(key, change))
-
-
-def _shown(key: str, value: float) -> str:
-    value = 100 * value if metric(key).unit == "%" else value
-    is_whole = value.is_integer() and metric(key).unit == ""
-    return f"{value:,.0f}" if is_whole else f"{value:,.2f}"
+    are_whole = metric(key).unit == "" and all(number.is_integer() for number in runs.numbers(key))
+    shown = 100 * value if metric(key).unit == "%" else value
+    return Cell(f"{shown:,.0f}" if are_whole else f"{shown:,.2f}", changed(change), _tone(key, change))
 
 
 def _tone(key: str, change: float | None) -> str:
@@ -232,17 +264,34 @@ class _Column(NamedTuple):
         return len(self.head[0])
 
 
-def _by_variant(runs: ComparedRuns) -> Iterator[str]:
-    heads, rows = variant_table(runs)
-    columns = [_column(heads[k], [row[k] for row in rows], left=k == 0) for k in range(len(heads))]
-    yield from _blocks(columns[:1], columns[1:], len(rows))
+def _table(runs: ComparedRuns) -> tuple[list[str], bool]:
+    """The lines of the table, and whether they hold the changes: these are left out where they would break it in two.
+
+    Of the columns that only explain, as many stand beside the others as fit.
+    """
+    for with_changes in (True, False):
+        labels, columns, num_needed = _columns(runs, with_changes=with_changes)
+        if _width([*labels, *columns[:num_needed]]) <= WIDTH:
+            break
+    while len(columns) > num_needed and _width([*labels, *columns]) > WIDTH:
+        columns.pop()
+    group = len(columns[0].body) if runs.axis is None else len(runs.variants)
+    return list(_blocks(labels, columns, group)), with_changes
 
 
-def _by_run(runs: ComparedRuns) -> Iterator[str]:
-    heads, rows = run_table(runs)
-    number_from = len(heads) - len(run_columns(runs))
-    columns = [_column(heads[k], [row[k] for row in rows], left=k < number_from) for k in range(len(heads))]
-    yield from _blocks(columns[:number_from], columns[number_from:], len(runs.variants))
+def _columns(runs: ComparedRuns, *, with_changes: bool) -> tuple[list[_Column], list[_Column], int]:
+    """Those that name what stands in a row, those of numbers, and how many of these are never left out."""
+    heads, rows = variant_table(runs) if runs.axis is None else run_table(runs)
+    num_labels = 1 if runs.axis is None else len(heads) - len(run_columns(runs))
+    num_needed = len(heads) - num_labels if runs.axis is None else len(_needed(runs))
+    if not with_changes:
+        rows = [[each._replace(change="") for each in row] for row in rows]
+    made = [_column(heads[k], [row[k] for row in rows], left=k < num_labels) for k in range(len(heads))]
+    return made[:num_labels], made[num_labels:], num_needed
+
+
+def _width(columns: Sequence[_Column]) -> int:
+    return sum(column.width + 2 for column in columns) - 2
 
 
 def _blocks(labels: Sequence[_Column], columns: Sequence[_Column], group: int) -> Iterator[str]:

@@ -10,25 +10,28 @@ import shutil
 import signal
 import subprocess
 import sys
+from html import escape
 from itertools import pairwise
 from math import isclose, log, sqrt
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import windtunnel as wt
 from windtunnel.cli.main import main
 from windtunnel.comparison import compare_runs
-from windtunnel.comparison_plan import plan_comparison, summary_keys
-from windtunnel.reports.comparison_answer import answer, changed, relation_words, times
+from windtunnel.comparison_plan import SHORT_FLAGS, plan_comparison, summary_keys
+from windtunnel.reports.comparison_answer import answer, changed, failures, relation_words, times
 from windtunnel.reports.comparison_figures import comparison_figures, has_waste, work_figure
 from windtunnel.reports.comparison_html import write_html
-from windtunnel.reports.comparison_text import WIDTH, shown_keys, variant_table
+from windtunnel.reports.comparison_text import WIDTH, run_columns, run_table, shown_keys, variant_table
 from windtunnel.rundir import RunUnreadable, to_json
 from windtunnel.scenarios.errors import ScenarioError
+from windtunnel.scenarios.load import Override
 from windtunnel.sim.metrics.comparison import (
     TIE,
     ComparedRun,
@@ -40,6 +43,7 @@ from windtunnel.sim.metrics.comparison import (
     metric,
     numeric_axis,
     relate,
+    with_capacity,
 )
 
 KEY = "output_throughput"
@@ -288,7 +292,8 @@ def test_the_spread_of_lengths_is_measured_from_the_workload(small: Path) -> Non
         ("p99.9_ttft_ms", "P99.9 TTFT (ms)", "lower"),
         ("mean_batch_formation_wait_ms", "Mean batch formation wait (ms)", "lower"),
         ("output_throughput", "Output token throughput (tok/s)", "higher"),
-        ("slot_efficiency", "Slot efficiency (%)", "higher"),
+        ("slot_efficiency", "Tokens per slot and step", "higher"),
+        ("mean_prefill_batch_size", "Mean prompts per batch", ""),
         ("something_new", "Something new", ""),
     ],
 )
@@ -305,7 +310,7 @@ def test_every_metric_of_ours_is_a_number_of_the_summary() -> None:
 
 def test_changes_and_ratios_have_the_digits_that_they_need() -> None:
     assert [changed(value) for value in (None, 0.0, 0.0001, -0.123, 0.5, 23.4)] == [
-        "", "=", "≈ 0 %", "-12.3 %", "+50.0 %", "+2,340 %",
+        "", "=", "≈ 0 %", "-12.3 %", "+50.0 %", "x 24.4",
     ]  # fmt: skip
     assert [times(value) for value in (0.5, 0.97, 1.03, 2.14, 23.4)] == ["0.5x", "0.97x", "1.03x", "2.1x", "23x"]
 
@@ -328,9 +333,8 @@ def test_an_overloaded_run_leads_in_no_latency() -> None:
     hopeless = ComparedRun("a", 0, {LATENCY: 100.0, "stability": "overloaded"})
     runs = ComparedRuns(runs.variants, None, (hopeless, runs.runs[1]), (LATENCY,), "a")
     said = answer(runs, [])
-    assert said.sentences[0] == "Lowest mean E2EL: b, 250 ms; a (overloaded) 0.4x that."
+    assert said.sentences[0] == "Lowest mean E2EL: b, 250 ms; a (overloaded) 100 ms."
     assert said.sentences[1].startswith("Overloaded: a. Latencies there describe the length of the run")
-    assert said.tone == "note"
 
 
 def test_the_headline_is_the_crossing_or_who_is_never_behind() -> None:
@@ -338,7 +342,7 @@ def test_the_headline_is_the_crossing_or_who_is_never_behind() -> None:
     assert answer(crossed, [related(crossed)]).headline == "a and b cross at x ≈ 1.5 (output token throughput)."
     led = curves({"a": [10, 30], "b": [20, 60]}, [1, 2])
     assert answer(led, [related(led)]).headline == (
-        "b is never behind over x: up to 2x ahead in output token throughput."
+        "b is never behind over x in output token throughput (up to 2x ahead)."
     )
     level = curves({"a": [10, 30], "b": [10, 30]}, [1, 2])
     assert answer(level, [related(level)]).headline == "All are level in output token throughput at every value of x."
@@ -359,6 +363,194 @@ def test_among_many_variants_leaders_and_clear_crossings_are_told_not_every_pair
     assert [sentence for sentence in sentences if "cross at" in sentence] == [
         "a and b cross at x ≈ 1.5 (output token throughput): b is ahead below (by up to 2x), a above (by up to 1.5x)."
     ]
+
+
+# --- what may not lead
+
+
+def side_by_side(metrics: tuple[str, ...], positions: list[float] | None = None, /, **runs: Any) -> ComparedRuns:
+    """Runs of these summaries (one a variant, or a list along request_rate); without a verdict they are stable."""
+    own = {name: made if isinstance(made, list) else [made] for name, made in runs.items()}
+    axis = numeric_axis("request_rate", [f"{x:g}" for x in positions], positions) if positions else None
+    places = range(len(positions) if positions else 1)
+    made = [ComparedRun(name, place, {"stability": "stable", **own[name][place]}) for place in places for name in own]
+    return ComparedRuns(tuple(own), axis, tuple(made), metrics, next(iter(own)))
+
+
+def open_loop(throughput: float, rho: float | None = 0.5, **more: Any) -> dict[str, Any]:
+    """A run at 10 requests/s."""
+    rate = {"offered_request_rate": 10.0, "utilisation": rho, "num_prompts": 100, "failed": 0, "max_concurrency": None}
+    return {**rate, KEY: throughput, LATENCY: 100.0, **more}
+
+
+def told(runs: ComparedRuns) -> list[str]:
+    said = answer(runs, list(runs.relations()))
+    return [said.headline, *said.sentences]
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000))
+def test_a_run_leads_in_a_latency_only_if_hardly_any_request_failed(failed: int, others: int) -> None:
+    fast = {LATENCY: 10.0, "num_prompts": 1000, "failed": failed}
+    slow = {LATENCY: 90.0, "num_prompts": 1000, "failed": others}
+    runs = side_by_side((LATENCY,), fast=fast, slow=slow)
+    leaders = [run.variant for run in runs.leaders(LATENCY)]
+    assert leaders == (["fast"] if failed <= 10 else ["slow"] if others <= 10 else [])
+    relation = relate(runs, LATENCY, "fast", "slow")
+    assert relation.ahead == (leaders[0] if leaders and leaders != ["slow"] else None)
+    assert relation.num_compared + relation.num_undecided == 1
+
+
+def test_a_latency_of_a_run_that_lost_requests_is_told_without_a_ratio() -> None:
+    q300 = {LATENCY: 10.0, "num_prompts": 1000, "failed": 560, "rejected": 560, "stability": "shedding"}
+    runs = side_by_side((LATENCY,), q300=q300, patient={LATENCY: 90.0, "num_prompts": 1000, "failed": 0})
+    assert told(runs)[:2] == [
+        "patient leads in mean E2EL.",
+        "Lowest mean E2EL: patient, 90 ms; q300 (56 % failed) 10 ms.",
+    ]
+    assert list(failures(runs)) == [
+        "q300: 56 % of the requests did not finish (rejected); its latencies are those of the others."
+    ]
+    assert [run.verdict for run in runs.runs] == ["shedding", "stable"]
+    both = side_by_side((LATENCY,), a=q300, b={LATENCY: 90.0, "stability": "overloaded"})
+    assert told(both)[1] == "Nobody leads in mean E2EL: a (56 % failed) 10 ms and b (overloaded) 90 ms."
+
+
+def test_requests_too_long_for_every_variant_are_counted_against_none() -> None:
+    base = {"num_prompts": 100, "failed": 5, "unservable": 5}
+    runs = side_by_side((LATENCY,), a={LATENCY: 10.0, **base}, b={LATENCY: 20.0, **base, "failed": 9, "unservable": 9})
+    assert [run.variant for run in runs.leaders(LATENCY)] == ["a"]
+    assert [runs.is_doubtful(run) for run in runs.runs] == [False, True]
+
+
+def test_a_run_too_short_to_show_its_overload_is_marked_like_an_overloaded_one() -> None:
+    short = {LATENCY: 10.0, "stability": "too_short", "utilisation": 1.4}
+    runs = side_by_side((LATENCY,), short=short, fits={LATENCY: 20.0, "stability": "too_short", "utilisation": 0.4})
+    assert [run.variant for run in runs.leaders(LATENCY)] == ["fits"]
+    (bars,) = comparison_figures(runs, [])[0].data
+    assert bars["marker"]["pattern"]["shape"] == ["/", ""]
+    assert "Too short, but more is offered than can be served: short." in " ".join(told(runs))
+
+
+def test_where_all_serve_what_is_offered_throughput_leads_nothing_and_capacity_does() -> None:
+    runs = side_by_side((KEY, LATENCY), a=open_loop(900), b=open_loop(990, 0.25))
+    assert told(runs) == [
+        "All are level in mean E2EL.",
+        "Lowest mean E2EL: a and b, 100 ms.",
+        "Both serve what is offered: output token throughput cannot tell them apart.",
+    ]
+    assert runs.change(runs.run("b"), KEY) is None
+    assert with_capacity(runs) == (KEY, "capacity", LATENCY)
+    with_it = side_by_side(with_capacity(runs), a=open_loop(900), b=open_loop(990, 0.25))
+    assert told(with_it)[0] == "b leads in capacity, a and b are level in mean E2EL."
+    assert "Highest capacity: b, 40 req/s; a 0.5x that." in told(with_it)
+
+
+def test_without_a_capacity_throughput_is_left_out_with_the_reason() -> None:
+    runs = side_by_side((KEY,), a=open_loop(900, None), b=open_loop(990, None))
+    assert with_capacity(runs) == (KEY,)
+    assert told(runs) == [
+        "All serve what is offered.",
+        "Both serve what is offered: output token throughput cannot tell them apart; their capacity would, but it is "
+        "not known (saturation = true measures it).",
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"stability": "overloaded"}, {"stability": "backlogged"}, {"stability": "shedding"}, {"failed": 5},
+        {"stability": "too_short", "utilisation": 1.2}, {"max_concurrency": 8}, {"offered_request_rate": None},
+    ],
+)  # fmt: skip
+def test_throughput_counts_where_one_does_not_keep_up_or_no_rate_is_offered(other: dict[str, Any]) -> None:
+    runs = side_by_side((KEY,), a=open_loop(900, **other), b=open_loop(990))
+    assert told(runs)[0] == "b leads in output token throughput."
+    assert runs.change(runs.run("b"), KEY) == pytest.approx(0.1)
+
+
+def test_goodput_follows_the_offered_rate_where_the_same_share_is_good() -> None:
+    key = "request_goodput"
+    runs = side_by_side(
+        (key,), a=open_loop(1, **{key: 9.0, "goodput_share": 1}), b=open_loop(1, **{key: 9.9, "goodput_share": 1})
+    )
+    assert told(runs)[0] == "All are level in request goodput."
+    runs = side_by_side(
+        (key,), a=open_loop(1, **{key: 5.0, "goodput_share": 0.5}), b=open_loop(1, **{key: 9.9, "goodput_share": 1})
+    )
+    assert told(runs)[0] == "b leads in request goodput."
+
+
+def test_goodput_of_an_overloaded_run_leads_nothing() -> None:
+    key = "request_goodput"
+    good = {key: 20.0, "stability": "overloaded"}
+    runs = side_by_side((key,), a=good, b={key: 10.0}, c={key: 2.0})
+    assert told(runs)[:2] == [
+        "b leads in request goodput.",
+        "Highest request goodput: b, 10 req/s; c 0.2x that, a (overloaded) 20 req/s.",
+    ]
+
+
+def test_goodput_along_a_load_is_best_where_it_is_highest() -> None:
+    key = "request_goodput"
+    runs = side_by_side(
+        (key,),
+        [5, 10],
+        a=[open_loop(1, **{key: rate, "goodput_share": 1.0, "offered_request_rate": rate}) for rate in (5.0, 10.0)],
+    )
+    assert told(runs)[0] == "Keeps up to request_rate 10, the highest tried; best request goodput at 10."
+
+
+def test_throughput_of_one_variant_along_a_load_is_what_is_offered() -> None:
+    runs = side_by_side((KEY,), [5, 10], a=[open_loop(500.0), open_loop(700.0, stability="overloaded")])
+    assert told(runs)[:2] == [
+        "Keeps up to request_rate 5, overloaded from 10 on.",
+        "Output token throughput: what is offered at 5; 700 tok/s at 10.",
+    ]
+
+
+def loads(*latencies: float, overloaded_from: int = 99) -> list[dict[str, Any]]:
+    return [
+        {LATENCY: value, "stability": "overloaded" if place >= overloaded_from else "stable"}
+        for place, value in enumerate(latencies)
+    ]
+
+
+def test_along_a_load_the_headline_is_how_far_each_keeps_up_and_no_ratio_is_of_an_overload() -> None:
+    runs = side_by_side((LATENCY,), [1, 2, 4], a=loads(10, 20, 50), b=loads(15, 9000, 99000, overloaded_from=1))
+    assert told(runs)[:2] == [
+        "a keeps up to request_rate 4, the highest tried; b is overloaded from 2 on.",
+        "Mean E2EL: no crossing, a is ahead of b at every value of request_rate, by 1.5x.",
+    ]
+    alone = side_by_side((LATENCY,), [1, 2, 4], b=loads(15, 9000, 99000, overloaded_from=1))
+    assert told(alone)[0] == "Keeps up to request_rate 1, overloaded from 2 on."
+
+
+def test_never_behind_is_said_of_all_metrics_that_are_shown_or_of_none() -> None:
+    def run(throughput: float, latency: float) -> dict[str, Any]:
+        return {KEY: throughput, LATENCY: latency}
+
+    first, second = [run(10, 50), run(10, 50)], [run(20, 40), run(20, 60)]
+    runs = side_by_side((KEY, LATENCY), [1, 2], a=first, b=second)
+    assert told(runs)[0] == (
+        "b is ahead or level in output token throughput at every value of request_rate; "
+        "a and b cross at request_rate ≈ 1.5 (mean E2EL)."
+    )
+    better = side_by_side((KEY, LATENCY), [1, 2], a=first, b=[run(20, 40), run(20, 40)])
+    assert told(better)[0] == (
+        "b is never behind over request_rate in output token throughput (up to 2x ahead) and mean E2EL (up to 1.25x "
+        "ahead)."
+    )
+
+
+def test_one_variant_is_best_from_where_it_is_level_with_the_best() -> None:
+    runs = curves({"a": [10, 10.05, 10, 90]}, [4, 3, 2, 1], LATENCY)
+    assert told(runs) == [
+        "x: best mean E2EL from 2 up.",
+        "Mean E2EL: lowest from 2 up (10.1 ms), highest at 1 (90 ms).",
+    ]
+    assert told(curves({"a": [10, 10, 90]}, [1, 2, 3], LATENCY))[0] == "x: best mean E2EL up to 2."
+    assert told(curves({"a": [90, 10, 10, 90]}, [1, 2, 3, 4], LATENCY))[0] == "x: best mean E2EL from 2 to 3."
+    assert told(curves({"a": [10, 90, 10, 90]}, [1, 2, 3, 4], LATENCY))[0] == "x: best mean E2EL at 1 and 3."
 
 
 # --- running
@@ -446,6 +638,112 @@ def test_an_infeasible_variant_stays_with_its_reason(small: Path) -> None:
     assert compared.table["output_throughput"].notna().tolist() == [True, False]
 
 
+def test_a_variant_that_vllm_refuses_stays_with_its_reason_unless_it_refuses_all(small: Path) -> None:
+    refused = {"long_prefill_token_threshold": 2000}
+    compared = wt.compare("small.toml", {"fits": {}, "no": refused})
+    assert [run.verdict for run in compared.runs.runs] == ["stable", "not possible"]
+    assert "Not possible: no: " in compared.text()
+    assert compared.to_dict()["runs"][1]["verdict"] == "not possible"
+    with pytest.raises(ScenarioError, match="long_prefill_token_threshold"):
+        wt.compare("small.toml", {"no": refused})
+
+
+def test_heads_that_cannot_be_split_are_no_reason_to_stop() -> None:
+    plan = plan_comparison("chat-8b-h100", {"tp1": {}, "tp3": {"tp": 3}}, overrides={"num_prompts": Override(10, "")})
+    first, second = plan.check()
+    assert first is None
+    assert second is not None
+    assert (second.verdict, "cannot be split" in second.reason) == ("not possible", True)
+
+
+def test_a_name_that_does_not_exist_is_a_mistake_not_a_result() -> None:
+    with pytest.raises(ScenarioError, match="unknown GPU 'H1000'"):
+        plan_comparison("chat-8b-h100", {"a": {}, "b": {"gpu": "H1000"}}).check()
+
+
+def test_flags_and_their_short_names_are_keys_too(small: Path) -> None:
+    def settings(**given: Any) -> dict[str, Any]:
+        return plan_comparison("small.toml", {"a": given}).runs[0].overrides
+
+    assert settings(tp=2, dp=2, pp=1, rate=3) == {
+        "tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 1, "request_rate": 3,
+    }  # fmt: skip
+    assert settings(engine="vllm-0.9", num_prompts=7) == {"engine_version": "vllm-0.9", "num_requests": 7}
+    assert settings(engine={"max_num_seqs": 3}) == {"engine": {"max_num_seqs": 3}}
+    assert plan_comparison("small.toml", axis="rate", values=[1, 2]).axis == "request_rate"
+    with pytest.raises(ScenarioError, match="variant 'a': request_rate is set twice, the second time as rate"):
+        settings(request_rate=2, rate=3)
+
+
+def test_the_short_names_are_those_of_the_flags_of_simulate() -> None:
+    from windtunnel.cli.simulate import simulate
+    from windtunnel.scenarios.flags import KEY_OF_PARAMETER
+
+    app = typer.Typer()
+    app.command()(simulate)
+    others = {
+        opt.removeprefix("--"): KEY_OF_PARAMETER.get(param.name, param.name)
+        for param in typer.main.get_command(app).params
+        for opt in param.opts[1:]
+        if opt.startswith("--") and param.name != "output"
+    }
+    assert others == SHORT_FLAGS
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_num_sqs", "max_num_seqs"), ("concurrency", "max_concurrency"), ("seqs", "max_num_seqs"),
+        ("tensor_parallel", "tensor_parallel_size"), ("num_prompt", "num_prompts"),
+        ("gpu_memory", "gpu_memory_utilization"),
+    ],
+)  # fmt: skip
+def test_an_unknown_setting_names_the_one_that_was_meant(small: Path, name: str, meant: str) -> None:
+    with pytest.raises(ScenarioError, match=f"unknown setting '{name}'; did you mean '{meant}'"):
+        plan_comparison("small.toml", {"a": {name: 1}})
+
+
+def test_nothing_that_no_run_is_set_by_is_suggested(small: Path) -> None:
+    with pytest.raises(ScenarioError, match=r"unknown setting 'variant' \(windtunnel schema"):
+        plan_comparison("small.toml", {"a": {"variant": 1}})
+
+
+def test_requests_that_failed_are_in_every_table_and_in_the_warnings(small: Path) -> None:
+    variants = {"all": {}, "few": {"max_num_queued_reqs": 5}}
+    compared = wt.compare("small.toml", variants, axis="request_rate", values=[2, 90])
+    shares = [run.number("failed_share") for run in compared.runs.runs]
+    failed = [(run.number("failed") or 0) / 40 for run in compared.runs.runs]
+    assert shares == failed
+    assert failed[3] > 0.01 > failed[1] == 0
+    assert "Failed (%)" in compared.text()
+    assert f"WARNING: few: {100 * failed[3]:.0f} % of the requests did not finish at request_rate 90 (rejected)" in (
+        " ".join(compared.text().split())
+    )
+    assert compared.to_dict()["warnings"][0].startswith("few: ")
+    assert compared.to_dict()["runs"][3]["derived"]["failed_share"] == failed[3]
+    assert compared.table["failed_share"].tolist() == failed
+    compared.report("failed.html")
+    assert Path("failed.html").read_text("utf-8").count("Failed (%)") > 1
+    flat = wt.compare("small.toml", variants, request_rate=90)
+    assert re.search(r"^Failed \(%\) +0.00 +\d", flat.text(), re.MULTILINE)
+    assert "Failed" not in wt.compare("small.toml", {"a": {}, "b": {}}).text()
+
+
+def test_the_capacity_is_the_rate_at_which_the_same_system_is_full(small: Path) -> None:
+    compared = wt.compare("small.toml", {"two": {"max_num_seqs": 2}, "eight": {}})
+    runs = [wt.simulate("small.toml", max_num_seqs=seats) for seats in (2, 8)]
+    assert [run.number("capacity") for run in compared.runs.runs] == pytest.approx(
+        [run.saturation_request_throughput for run in runs]
+    )
+    assert "capacity" in compared.runs.metrics
+    assert "metric-capacity" in [figure.name for figure in comparison_figures(compared.runs, [])]
+
+
+def test_all_gpus_are_counted_in_the_header() -> None:
+    compared = wt.compare("chat-8b-h100", {"dp2": {"dp": 2}, "pp2": {"tp": 2, "pp": 2}}, num_requests=30)
+    assert compared.text().startswith("chat-8b-h100: meta-llama/Llama-3.1-8B-Instruct on 2 x H100-SXM / 4 x H100-SXM\n")
+
+
 def test_what_is_wrong_with_a_later_run_is_found_before_the_first_is_run(small: Path) -> None:
     told: list[int] = []
     with pytest.raises(ScenarioError, match="axis output: output: unknown dist 'gamma'"):
@@ -484,7 +782,7 @@ def test_no_processes_are_no_comparison(small: Path) -> None:
 
 def test_without_a_p99_the_highest_percentile_is_compared(small: Path) -> None:
     compared = wt.compare("small.toml", {"a": {}, "b": {}}, percentiles=[50, 90])
-    assert compared.runs.metrics == ("output_throughput", "mean_e2el_ms", "p90_ttft_ms", "p90_itl_ms")
+    assert compared.runs.metrics == ("output_throughput", "capacity", "mean_e2el_ms", "p90_ttft_ms", "p90_itl_ms")
     assert "P90 E2EL (ms)" in compared.text()
 
 
@@ -507,10 +805,14 @@ def test_the_text_has_verdict_calibration_and_changes_for_every_variant(small: P
     text = wt.compare("small.toml", {"eight": {}, "one": {"max_num_seqs": 1}}).text()
     assert "Cost model: constant, uncalibrated" in text
     assert re.search(r"^Verdict +stable +\w+$", text, re.MULTILINE)
-    row = re.search(r"^Mean TTFT \(ms\) +([\d,.]+) +([\d,.]+) +\+([\d,.]+) %$", text, re.MULTILINE)
+    row = re.search(r"^Mean E2EL \(ms\) +([\d,.]+) +([\d,.]+) +\+([\d,.]+) %$", text, re.MULTILINE)
     assert row is not None
     base, own, change = (float(part.replace(",", "")) for part in row.groups())
     assert isclose(change, 100 * (own / base - 1), rel_tol=0.01)
+    row = re.search(r"^Mean TTFT \(ms\) +([\d,.]+) +([\d,.]+) +x ([\d,.]+)$", text, re.MULTILINE)
+    assert row is not None
+    base, own, factor = (float(part.replace(",", "")) for part in row.groups())
+    assert isclose(factor, own / base, rel_tol=0.01)
     assert text.endswith("Changes are against eight.\n")
 
 
@@ -525,6 +827,41 @@ def test_many_variants_are_broken_into_blocks_that_fit(small: Path) -> None:
     text = wt.compare("small.toml", {f"variant number {k}": {"max_num_seqs": k} for k in range(1, 9)}).text()
     assert max(map(len, text.splitlines())) <= WIDTH
     assert text.count("Verdict ") > 1
+
+
+def test_five_variants_stay_in_one_table_without_their_changes(small: Path) -> None:
+    text = wt.compare("small.toml", {f"{k} seats": {"max_num_seqs": k} for k in (1, 2, 4, 8, 16, 32)}).text()
+    assert text.count("Verdict ") == 1
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert text.endswith("Changes from 1 seats are left out for want of room; --html and --json have them.\n")
+
+
+def test_asked_for_metrics_stand_beside_their_kind() -> None:
+    summary = {"stability": "stable", "completed": 3, "mean_ttft_ms": 1.0, "p50_ttft_ms": 1.0, "mean_e2el_ms": 2.0}
+    runs = curves({"a": [1], "b": [2]}, key="p50_ttft_ms", **summary)
+    assert shown_keys(runs) == ["completed", "mean_ttft_ms", "p50_ttft_ms", "mean_e2el_ms"]
+
+
+def test_slots_that_all_yield_a_token_in_every_step_get_no_column() -> None:
+    runs = curves({"a": [1, 2], "b": [3, 4]}, [1, 2], slot_efficiency=0.999)
+    assert "slot_efficiency" not in run_columns(runs)
+    drafts = curves({"a": [1, 2], "b": [3, 4]}, [1, 2], slot_efficiency=2.87)
+    heads, rows = run_table(drafts)
+    assert rows[0][heads.index("Tokens per slot and step")].value == "2.87"
+
+
+def test_what_the_scenario_teaches_is_said_first_of_its_own_question_only(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("asked.toml").write_text(SMALL + ASKED, "utf-8")
+
+    def says_so(*flags: str) -> bool:
+        assert main(["compare", "asked.toml", *flags]) == 0
+        return "Fewer seats make a queue.\n\n" in capsys.readouterr().out
+
+    assert says_so()
+    assert not says_so("--quiet")
+    assert not says_so("--variant", "a; max_num_seqs=3")
 
 
 def test_objectives_are_counted(small: Path) -> None:
@@ -579,6 +916,21 @@ def test_latencies_of_overloaded_runs_are_drawn_open_and_hatched() -> None:
     assert line["marker"]["symbol"] == ["circle-open"] * 2
     (bars,) = comparison_figures(curves({"a": [10], "b": [3]}, None, LATENCY, "overloaded"), [])[0].data
     assert bars["marker"]["pattern"]["shape"] == ["/", "/"]
+
+
+def test_labels_of_the_axis_do_not_overlap() -> None:
+    (figure,) = comparison_figures(curves({"a": [1, 2, 3], "b": [3, 2, 1]}, [0, 0.01, 1]), [])
+    assert figure.layout["xaxis"]["ticktext"] == ["", "0.01", "1"]
+    assert figure.layout["xaxis"]["tickvals"] == [0, 0.01, 1]
+
+
+def test_what_the_answer_says_is_not_said_again_further_down(small: Path) -> None:
+    compared = wt.compare("small.toml", {"two": {"max_num_seqs": 2}, "eight": {}}, axis="request_rate", values=[2, 40])
+    compared.report("page.html")
+    page = Path("page.html").read_text("utf-8")
+    said = answer(compared.runs, compared.relations)
+    assert [page.count(escape(sentence)) for sentence in said.sentences] == [1] * len(said.sentences)
+    assert 'class="answer tone-none"' in page
 
 
 def test_names_are_drawn_as_they_are_written() -> None:
@@ -705,6 +1057,12 @@ def test_runs_of_different_workloads_are_compared_with_a_warning(small: Path) ->
     assert compare_runs(["a", "b"]).text().count("WARNING: The runs have different workloads") == 1
 
 
+def test_runs_with_different_objectives_are_compared_with_a_warning(small: Path) -> None:
+    save("a", slo={"objectives": ["ttft:p99<1s"]})
+    save("b", slo={"objectives": ["ttft:p99<2s"]})
+    assert compare_runs(["a", "b"]).text().count("WARNING: The runs have different objectives") == 1
+
+
 def test_what_is_no_run_or_only_one_is_refused(small: Path) -> None:
     save("a")
     save("b")
@@ -761,6 +1119,8 @@ def test_policies_are_variants_of_their_own_name(small: Path, capsys: pytest.Cap
         ("output-len=5; uniform:low=1,high=9", [5, "uniform:low=1,high=9"]),
         ("max_num_batched_tokens=1k,2k", ["1k", "2k"]),
         ("request_rate=0.5,inf", [0.5, "inf"]),
+        ("--rate=0.5,2", [0.5, 2]),
+        ("engine=vllm-0.9,vllm-0.10", ["vllm-0.9", "vllm-0.10"]),
         ("enable_prefix_caching=true,false", [True, False]),
         ('output={dist="fixed", tokens=3}; 4', [{"dist": "fixed", "tokens": 3}, 4]),
         ("objectives=ttft:p99<500ms,itl:p99<50ms", [["ttft:p99<500ms"], ["itl:p99<50ms"]]),

@@ -130,6 +130,12 @@ def test_the_numbers_of_the_experiments_come_out(name: str) -> None:
     assert [row(name, runs[place]) for place in checked(name)] == [table[place] for place in checked(name)]
 
 
+@pytest.mark.slow
+def test_the_comparison_of_two_gpus_draws_its_conclusions_from_steady_states() -> None:
+    verdicts = [wt.simulate("two-gpus", **run.overrides).summary["stability"] for run in variants("two-gpus")[-3:]]
+    assert verdicts == ["stable"] * 3
+
+
 def test_every_experiment_is_a_scenario_that_exists() -> None:
     assert set(re.findall(r"^windtunnel compare ([\w-]+)", EXPERIMENTS.read_text(), re.MULTILINE)) == set(NAMES)
 

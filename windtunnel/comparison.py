@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windtunnel.comparison_plan import (
     ComparisonPlan,
+    Obstacle,
     PlannedRun,
     baseline_of,
     check_metrics,
@@ -20,9 +21,11 @@ from windtunnel.comparison_plan import (
     number_keys,
     plan_comparison,
     refusal,
+    resolved_or_obstacle,
 )
 from windtunnel.rundir import RESOLVED_FILE, SUMMARY_FILE, RunUnreadable, writing
 from windtunnel.sim.metrics.comparison import (
+    DERIVED,
     ComparedRun,
     ComparedRuns,
     ComparisonAxis,
@@ -31,6 +34,7 @@ from windtunnel.sim.metrics.comparison import (
     length_axis,
     metric,
     numeric_axis,
+    with_capacity,
 )
 
 if TYPE_CHECKING:
@@ -70,8 +74,9 @@ def compare(
     ``if __name__ == "__main__"``); the result is the same for any number.  ``progress(done, total)`` is called after
     every run.
 
-    A variant whose deployment is infeasible stays in the comparison, with the reason.  Raises ScenarioError, TraceError
-    or UnsupportedModel as ``simulate`` does, ScenarioError also if there is nothing to compare.
+    A variant that vLLM would not start, or whose requests do not fit, stays in the comparison, with the reason.  Raises
+    ScenarioError, TraceError or UnsupportedModel as ``simulate`` does, ScenarioError also if there is nothing to
+    compare, or nothing that vLLM would start.
 
     >>> compared = compare("chat-8b-h100", {"64": {"max_num_seqs": 64}, "256": {}})  # doctest: +SKIP
     >>> compared.table["output_throughput"]  # doctest: +SKIP
@@ -121,6 +126,7 @@ class _Result:
     lengths: dict[str, tuple[float, float]]
     """Mean and standard deviation of the tokens of its requests, by the workload's keys."""
     infeasible: str = ""
+    is_contradiction: bool = False
 
 
 def _results(runs: Sequence[PlannedRun], jobs: int) -> Iterator[_Result]:
@@ -156,22 +162,18 @@ def _die_quietly() -> None:
 
 def _run(planned: PlannedRun) -> _Result:
     from windtunnel.api import execute
-    from windtunnel.scenarios.resolve import resolve
-    from windtunnel.sim.deployment.memory import InfeasibleDeployment
-    from windtunnel.sim.simulate import RequestTooLarge
 
-    try:
-        resolved = resolve(planned.loaded)
-        run = execute(resolved)
-    except (InfeasibleDeployment, RequestTooLarge) as error:
-        return _Result(None, {}, {}, str(error))
+    resolved = resolved_or_obstacle(planned.loaded)
+    if isinstance(resolved, Obstacle):
+        return _Result(None, {}, {}, *resolved)
+    run = execute(resolved)
     columns = {"output": resolved.workload.num_output_tokens, "input": resolved.workload.num_prompt_tokens}
     lengths = {key: (float(tokens.mean()), float(tokens.std())) for key, tokens in columns.items() if len(tokens)}
     return _Result(run.summary, run.resolved, lengths)
 
 
 def _compared(variant: str, place: int, result: _Result) -> ComparedRun:
-    return ComparedRun(variant, place, result.summary, result.infeasible)
+    return ComparedRun(variant, place, result.summary, result.infeasible, result.is_contradiction)
 
 
 def _comparison(plan: ComparisonPlan, results: Sequence[_Result]) -> Comparison:
@@ -181,6 +183,7 @@ def _comparison(plan: ComparisonPlan, results: Sequence[_Result]) -> Comparison:
         _compared(planned.variant, planned.place, result) for planned, result in zip(plan.runs, results, strict=True)
     )
     compared = ComparedRuns(tuple(plan.variants), _made_axis(plan, results), runs, plan.metrics, plan.baseline)
+    compared = replace(compared, metrics=with_capacity(compared))
     described = [result.described for result in results]
     told = Told(plan.scenario.name, plan.scenario.description, plan.scenario.teaches)
     return Comparison(compared, described, told, plan.variants)
@@ -228,12 +231,14 @@ def compare_runs(
             f"one run is no comparison: name two or more folders, got {', '.join(map(str, folders)) or 'none'}"
         )
     saved = {name: _read_saved(Path(folder)) for name, folder in zip(_names(folders), folders, strict=True)}
-    known = list(dict.fromkeys(key for result in saved.values() for key in number_keys(result.summary or {})))
+    found = dict.fromkeys(key for result in saved.values() for key in number_keys(result.summary or {}))
+    known = [*found, *DERIVED]
     wanted = tuple(dict.fromkeys(metrics))
     check_metrics(wanted, known)
     runs = tuple(_compared(name, 0, result) for name, result in saved.items())
     first = baseline_of(baseline, tuple(saved))
     compared = ComparedRuns(tuple(saved), None, runs, wanted or default_metrics(known), first)
+    compared = replace(compared, metrics=with_capacity(compared))
     described = [result.described for result in saved.values()]
     from windtunnel.comparison_context import Told
 
@@ -317,9 +322,11 @@ class Comparison:
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of ``table`` as dicts, all with the same keys."""
-        keys = dict.fromkeys(key for run in self.runs.runs for key in _flat(run.summary or {}))
+        flat = [{**_flat(run.summary or {}), **_derived(run)} for run in self.runs.runs]
+        keys = dict.fromkeys(key for each in flat for key in each)
         return [
-            {**self._place(run), **{key: _flat(run.summary or {}).get(key) for key in keys}} for run in self.runs.runs
+            {**self._place(run), **{key: each.get(key) for key in keys}}
+            for run, each in zip(self.runs.runs, flat, strict=True)
         ]
 
     def _place(self, run: ComparedRun) -> dict[str, Any]:
@@ -328,7 +335,7 @@ class Comparison:
         if axis is not None:
             position = None if axis.positions is None else axis.positions[run.place]
             row |= {"axis": axis.key, "value": axis.values[run.place], "position": position}
-        return {**row, "infeasible": run.infeasible or None}
+        return {**row, "verdict": run.verdict, "infeasible": run.infeasible or None}
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data, in a fixed order."""
@@ -357,7 +364,7 @@ class Comparison:
 
     def _run_dict(self, run: ComparedRun) -> dict[str, Any]:
         changes = {key: self.runs.change(run, key) for key in self.runs.metrics}
-        return {**self._place(run), "changes": changes, "summary": run.summary}
+        return {**self._place(run), "changes": changes, "derived": _derived(run), "summary": run.summary}
 
     @cached_property
     def context(self) -> ComparisonContext:
@@ -366,11 +373,11 @@ class Comparison:
 
         return comparison_context(self._told, self.runs, self._described, self._overrides, self._are_saved)
 
-    def text(self) -> str:
-        """The answer, and the runs as a table."""
+    def text(self, *, with_purpose: bool = False) -> str:
+        """The answer, and the runs as a table; before them, if asked for, what the scenario teaches."""
         from windtunnel.reports.comparison_text import render_text
 
-        return render_text(self.runs, self.relations, self.context)
+        return render_text(self.runs, self.relations, self.context, with_purpose=with_purpose)
 
     def markdown(self) -> str:
         """The same as Markdown, for issues and pull requests."""
@@ -403,6 +410,11 @@ class Comparison:
     def __repr__(self) -> str:
         axis = "" if self.runs.axis is None else f" at {len(self.runs.axis.values)} values of {self.runs.axis.key}"
         return f"<Comparison {self._told.name}: {', '.join(self.runs.variants)}{axis}>"
+
+
+def _derived(run: ComparedRun) -> dict[str, float | None]:
+    """What is made of the numbers of a summary."""
+    return {key: run.number(key) for key in DERIVED}
 
 
 def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windtunnel.reports.comparison_answer import ComparisonContext, DifferingSetting
+from windtunnel.reports.comparison_answer import ComparisonContext, DifferingSetting, failures
 from windtunnel.reports.context import ReportContext, ResolvedValue
 from windtunnel.scenarios.ledger import SECTION_ORDER
 from windtunnel.sim.metrics.comparison import ComparedRuns
@@ -48,7 +48,7 @@ def comparison_context(
         version=" / ".join(_distinct(each["windtunnel_version"] for each in known)),
         workload=_shared_workload(known),
         notes=tuple(_said(runs, described, "notes")),
-        warnings=(*_cautions(known, are_saved), *_said(runs, described, "warnings")),
+        warnings=(*_cautions(known, are_saved), *failures(runs), *_said(runs, described, "warnings")),
     )
     return ComparisonContext(shared, told.description, told.teaches, differing, overrides)
 
@@ -58,7 +58,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _gpu(hardware: Mapping[str, Any]) -> str:
-    return f"{hardware['tensor_parallel_size']} x {hardware['gpu']}" if hardware["gpu"] else ""
+    return f"{hardware['num_gpus']} x {hardware['gpu']}" if hardware["gpu"] else ""
 
 
 def _settings(
@@ -110,6 +110,9 @@ def _cautions(known: Sequence[Mapping[str, Any]], are_saved: bool) -> Iterator[s
         yield "The runs were made by different versions of windtunnel."
     if len({json.dumps(each["cost"], sort_keys=True) for each in known}) > 1:
         yield "The runs have different cost models, so that their step times differ for that reason, too."
+    objectives = [{key: each.get("objectives", {}).get(key) for key in ("slo", "goodput")} for each in known]
+    if any(each != objectives[0] for each in objectives):
+        yield "The runs have different objectives, so that goodput and the objectives kept are not comparable."
 
 
 def _said(runs: ComparedRuns, described: Sequence[Mapping[str, Any]], key: str) -> Iterator[str]:

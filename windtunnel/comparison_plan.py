@@ -6,16 +6,54 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from windtunnel.sim.metrics.comparison import DERIVED
 
 if TYPE_CHECKING:
     from windtunnel.scenarios.load import Loaded, Override
+    from windtunnel.scenarios.resolve import Resolved
     from windtunnel.scenarios.schema import Scenario
 
 DEFAULT_METRICS = ("output_throughput", "mean_e2el_ms", "p99_ttft_ms", "p99_itl_ms")
 _TEXTS = ("date", "label", "model_id", "tokenizer_id", "goodput_limits", "utilisation_note", "slo_passed")
 """Keys of the summary that may be None and are no numbers where they are not."""
 _NO_SETTINGS = ("compare", "schema_version")
+
+
+SHORT_FLAGS = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "rate": "request_rate",
+}
+"""Keys by the short names that their flags have besides."""
+
+
+def setting_key(name: str, value: Any) -> str:
+    """The key of the scenario file that a name stands for: itself, that of a flag (``num_prompts``), or a short one.
+
+    Where a section and a flag have one name (``engine``, ``slo``), a table is the section, and anything else the flag's
+    value.
+    """
+    from windtunnel.scenarios.flags import KEY_OF_PARAMETER
+
+    if isinstance(value, Mapping):
+        return name
+    return SHORT_FLAGS.get(name) or KEY_OF_PARAMETER.get(name, name)
+
+
+class Obstacle(NamedTuple):
+    """Why a run is not possible."""
+
+    reason: str
+    is_contradiction: bool
+    """Whether vLLM refuses the settings; otherwise the model or a request does not fit the memory."""
+
+    @property
+    def verdict(self) -> str:
+        """``infeasible`` or ``not possible``."""
+        return "not possible" if self.is_contradiction else "infeasible"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +86,17 @@ class ComparisonPlan:
 
         return plain(self.values[place])
 
-    def check(self) -> list[str]:
-        """For each run why it is infeasible, or nothing: what is wrong is found before hours of work, not after.
+    def check(self) -> list[Obstacle | None]:
+        """For each run why it is not possible, or None: what is wrong is found before hours of work, not after.
 
-        Raises ScenarioError, TraceError, ProfileError or UnsupportedModel as ``resolve`` does.
+        Raises ScenarioError, TraceError, ProfileError or UnsupportedModel as ``resolve`` does, but where vLLM would
+        refuse to start only if it refuses all runs.
         """
-        return [_infeasible(planned) for planned in self.runs]
+        found = [_obstacle(planned) for planned in self.runs]
+        refused = [each for each in found if each is not None and each.is_contradiction]
+        if refused and len(refused) == len(found):
+            raise refusal(refused[0].reason)
+        return found
 
 
 def plan_comparison(
@@ -72,12 +115,14 @@ def plan_comparison(
     """
     from windtunnel.scenarios.load import load_scenario
 
-    common = dict(overrides or {})
+    common = _renamed(overrides or {}, "")
     _check_keys(common, "")
     base = load_scenario(scenario, common)
     asked = base.scenario.compare
-    named = _named_variants(base, variants)
-    axis, chosen = _axis(base, axis, tuple(values), common, is_own_question=variants is not None)
+    named = {name: _renamed(own, f"variant {name!r}: ") for name, own in _named_variants(base, variants).items()}
+    chosen = tuple(values)
+    axis = setting_key(axis, next(iter(chosen), "")) if axis else axis
+    axis, chosen = _axis(base, axis, chosen, common, is_own_question=variants is not None)
     if not named and axis is None:
         raise refusal(
             f"{base.origin}: nothing to compare: give variants (--variant 'NAME; key=value', --batching POLICY), an "
@@ -103,6 +148,17 @@ def refusal(message: str) -> Exception:
     from windtunnel.scenarios.errors import ScenarioError
 
     return ScenarioError(message)
+
+
+def _renamed(own: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Settings (or Overrides) under the keys of the scenario file.  Raises ScenarioError for two names of one."""
+    made: dict[str, Any] = {}
+    for name, given in own.items():
+        key = setting_key(name, getattr(given, "value", given))
+        if key in made:
+            raise refusal(f"{where}{key} is set twice, the second time as {name}: drop one of them")
+        made[key] = given
+    return made
 
 
 def _named_variants(base: Loaded, variants: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
@@ -157,10 +213,30 @@ def _check_keys(keys: Iterable[str], where: str) -> None:
     for key in keys:
         try:
             path = override_path(key)
-        except ScenarioError as error:
-            raise refusal(f"{where}{error}") from None
+        except ScenarioError:
+            raise refusal(f"{where}unknown setting {key!r}{_nearest(key)}") from None
         if key in _NO_SETTINGS or path[0] == "compare":
             raise refusal(f"{where}{key} is no setting of a run: it describes the scenario or the comparison itself")
+
+
+def _nearest(name: str) -> str:
+    """The setting that was probably meant: it begins like that, has all of its words, or is spelt nearly so."""
+    known = _setting_names()
+    parts = name.split("_")
+    alike = [key for key in known if name and key.startswith(name)]
+    alike = alike or [key for key in known if name and all(part in key.split("_") for part in parts)]
+    near = sorted(alike, key=len) or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else " (windtunnel schema --markdown lists all)"
+
+
+def _setting_names() -> list[str]:
+    """All that a variant may set, and the names of flags; not what describes the scenario or the comparison."""
+    from windtunnel.scenarios.flags import KEY_OF_PARAMETER
+    from windtunnel.scenarios.schema import SECTIONS
+
+    kinds = [models for section, models in SECTIONS.items() if section != "compare"]
+    names = [key for models in kinds for model in models for key in model.model_fields]
+    return list(dict.fromkeys([*names, "seed", "batching", "cost", "speculative", *KEY_OF_PARAMETER]))
 
 
 def _planned(
@@ -211,7 +287,7 @@ def check_metrics(wanted: Iterable[str], known: Sequence[str], hint: str = "") -
 
 
 def summary_keys(percentiles: tuple[float, ...]) -> list[str]:
-    """Keys of the numbers that a summary has, found out by making one of a single request."""
+    """Keys of the numbers that a summary has, found out by making one of a single request, and DERIVED."""
     from windtunnel.sim.cost.constant import ConstantCost
     from windtunnel.sim.engine.config import SchedulerConfig
     from windtunnel.sim.metrics import summarize
@@ -221,7 +297,8 @@ def summary_keys(percentiles: tuple[float, ...]) -> list[str]:
     load = workload([0], [1], [1], max_concurrency=1)
     config = SchedulerConfig(num_gpu_blocks=8, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64)
     records = run(load, config, ConstantCost(step_s=0.001))
-    return number_keys(summarize(records, load, slo="failed<1", goodput="ttft:500", percentiles=percentiles).to_dict())
+    made = summarize(records, load, slo="failed<1", goodput="ttft:500", percentiles=percentiles).to_dict()
+    return [*number_keys(made), *DERIVED]
 
 
 def number_keys(summary: Mapping[str, Any]) -> list[str]:
@@ -242,13 +319,42 @@ def baseline_of(asked: str | None, names: tuple[str, ...]) -> str:
     return asked
 
 
-def _infeasible(planned: PlannedRun) -> str:
+def _obstacle(planned: PlannedRun) -> Obstacle | None:
+    found = resolved_or_obstacle(planned.loaded)
+    return found if isinstance(found, Obstacle) else None
+
+
+def resolved_or_obstacle(loaded: Loaded) -> Resolved | Obstacle:
+    """The run with every setting known, or why it is not possible, where that is a result of the comparison.
+
+    Raises as ``resolve`` for everything else.
+    """
+    from windtunnel.scenarios.errors import ScenarioError
     from windtunnel.scenarios.resolve import resolve
     from windtunnel.sim.deployment.memory import InfeasibleDeployment
     from windtunnel.sim.simulate import RequestTooLarge
 
     try:
-        resolve(planned.loaded)
+        return resolve(loaded)
     except (InfeasibleDeployment, RequestTooLarge) as error:
-        return str(error)
-    return ""
+        return Obstacle(str(error), is_contradiction=False)
+    except ScenarioError as error:
+        if not _is_refused_by_engine(loaded):
+            raise
+        return Obstacle(str(error), is_contradiction=True)
+
+
+def _is_refused_by_engine(loaded: Loaded) -> bool:
+    """Whether the engine's settings contradict model and GPU, or each other; not if these are not known at all."""
+    from windtunnel.scenarios.engine import make_engine
+    from windtunnel.scenarios.errors import ScenarioError
+    from windtunnel.scenarios.ledger import Ledger
+    from windtunnel.scenarios.resolve import _hardware
+
+    ledger = Ledger(loaded)
+    hardware = _hardware(ledger)
+    try:
+        make_engine(ledger, hardware)
+    except ScenarioError:
+        return True
+    return False

@@ -14,16 +14,29 @@ from itertools import combinations, pairwise
 from math import exp, inf, isfinite, log
 from typing import Any, Literal
 
-from windtunnel.sim.metrics.stability import Verdict
+from windtunnel.sim.metrics.stability import MIN_RHO, Verdict
 
 TIE = 0.01
 """Numbers that differ by no more than this share of the larger one are level: runs of one seed are not more exact."""
+CAPACITY_TIE = 0.03
+"""The same of capacities, which are known within about 3 % (``scenarios.saturation``)."""
+MOST_FAILED = 0.01
+"""Share of failed requests up to which a run's latencies are ranked: beyond, they are those of the lucky ones."""
 WIDE_AXIS = 10
 """Ratio of the largest to the smallest position above which the axis is logarithmic."""
 WIDE_METRIC = 50
 """The same of a metric's values."""
 SAME_MEAN = 1.25
 """Ratio of the largest to the smallest mean length up to which only the spread of lengths is said to vary."""
+
+DERIVED = ("failed_share", "capacity")
+"""Numbers that are made of those of the summary: share of the requests that failed, and the saturation throughput."""
+OFFERED = ("request_throughput", "output_throughput", "total_token_throughput", "duration")
+"""Numbers that follow from what is offered where a run keeps up: what is left of them is how long the end took."""
+GOODPUT = ("request_goodput", "goodput_share")
+"""Numbers that fall with the length of an overloaded run, as its latencies rise; a failed request is never good."""
+LOAD_AXES = ("request_rate", "rate_scale")
+"""Settings of which more is more load."""
 
 Better = Literal["higher", "lower", ""]
 
@@ -96,11 +109,14 @@ _METRICS: dict[str, tuple[str, str, Better]] = {
     "padding_tokens": ("padding tokens", "", "lower"),
     "straggler_tokens": ("straggler tokens", "", "lower"),
     "rejected_draft_tokens": ("rejected draft tokens", "", "lower"),
+    "abandoned_tokens": ("tokens abandoned by clients", "", "lower"),
     "wasted_token_share": ("wasted tokens", "%", "lower"),
-    "slot_efficiency": ("slot efficiency", "%", "higher"),
+    "slot_efficiency": ("tokens per slot and step", "", "higher"),
     "slots_mean": ("mean slots held", "", ""),
     "slot_throughput": ("slot throughput", "slots/s", ""),
-    "mean_prefill_batch_size": ("mean prefill batch size", "", ""),
+    "mean_prefill_batch_size": ("mean prompts per batch", "", ""),
+    "failed_share": ("failed", "%", "lower"),
+    "capacity": ("capacity", "req/s", "higher"),
 }
 
 
@@ -124,32 +140,61 @@ class ComparedRun:
     place: int
     """Which value of the axis it was run at; 0 without an axis."""
     summary: Mapping[str, Any] | None
-    """None if the deployment is infeasible."""
+    """None if the deployment is infeasible, or vLLM would not start with these settings."""
     infeasible: str = ""
     """Why."""
+    is_contradiction: bool = False
+    """Whether it is the settings that vLLM refuses, not what the hardware holds."""
 
     def number(self, key: str) -> float | None:
-        """A number of the summary; None where there is none, or no finite one.
+        """A number of the summary, or one of DERIVED; None where there is none, or no finite one.
 
         Where answers come as a whole there is no time between tokens: vLLM's definition makes the TPOT 0, which would
         win every comparison.
         """
         if "_tpot_" in key and self.summary is not None and self.summary.get("mean_itl_ms") is None:
             return None
+        match key:
+            case "failed_share":
+                return self._ratio("failed", "num_prompts")
+            case "capacity":
+                return self._ratio("offered_request_rate", "utilisation")
         value = None if self.summary is None else self.summary.get(key)
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None
         return float(value) if isfinite(value) else None
 
+    def _ratio(self, part: str, whole: str) -> float | None:
+        over, under = self.number(part), self.number(whole)
+        return over / under if over is not None and under else None
+
     @property
     def verdict(self) -> str:
-        """``stable``, ``overloaded`` … or ``infeasible``."""
-        return "infeasible" if self.summary is None else str(self.summary.get("stability", "")).replace("_", " ")
+        """``stable``, ``overloaded`` … or ``infeasible`` or ``not possible``."""
+        if self.summary is None:
+            return "not possible" if self.is_contradiction else "infeasible"
+        return str(self.summary.get("stability", "")).replace("_", " ")
+
+    @property
+    def is_excessive(self) -> bool:
+        """Whether it was too short to show that more was offered than can be served."""
+        return self.verdict == _TOO_SHORT and (self.number("utilisation") or 0.0) >= MIN_RHO
 
     @property
     def is_hopeless(self) -> bool:
         """Whether a longer run would show higher latencies: those that were measured describe its length."""
-        return self.verdict in (Verdict.OVERLOADED, Verdict.STALLED)
+        return self.verdict in (Verdict.OVERLOADED, Verdict.STALLED) or self.is_excessive
+
+    @property
+    def serves_what_is_offered(self) -> bool:
+        """Whether requests came at a rate of their own and none was left behind: its throughput is that rate."""
+        if self.number("offered_request_rate") is None or self.number("max_concurrency") is not None:
+            return False
+        keeps_up = self.verdict in (Verdict.STABLE, _TOO_SHORT) and not self.is_excessive
+        return keeps_up and (self.number("failed_share") or 0.0) <= MOST_FAILED
+
+
+_TOO_SHORT = Verdict.TOO_SHORT.replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +257,14 @@ def is_wide(values: Sequence[float], ratio: float) -> bool:
     return bool(values) and min(values) > 0 and max(values) > ratio * min(values)
 
 
-def are_level(first: float, second: float) -> bool:
+def are_level(first: float, second: float, tie: float = TIE) -> bool:
     """Whether two numbers differ by no more than chance and rounding may make them."""
-    return abs(first - second) <= TIE * max(abs(first), abs(second))
+    return abs(first - second) <= tie * max(abs(first), abs(second))
+
+
+def tie_of(key: str) -> float:
+    """The share of a metric up to which two values are level."""
+    return CAPACITY_TIE if key == "capacity" else TIE
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +291,35 @@ class ComparedRuns:
 
     def change(self, run: ComparedRun, key: str) -> float | None:
         """By which share a number differs from the baseline's at the same place; None where that says nothing."""
-        own, other = run.number(key), self.run(self.baseline, run.place).number(key)
-        if run.variant == self.baseline or own is None or other is None:
+        base = self.run(self.baseline, run.place)
+        own, other = run.number(key), base.number(key)
+        if run.variant == self.baseline or own is None or other is None or both_are_offered(key, run, base):
             return None
         return 0.0 if own == other else (own - other) / abs(other) if other else None
+
+    def is_doubtful(self, run: ComparedRun) -> bool:
+        """Whether its latencies are not to be ranked: it was overloaded, or more than a few requests failed.
+
+        Requests that no variant could ever serve at this place (``unservable``) are not counted against one.
+        """
+        if run.is_hopeless:
+            return True
+        failed, num_prompts = run.number("failed"), run.number("num_prompts")
+        if not failed or not num_prompts:
+            return False
+        mine = [self.run(name, run.place) for name in self.variants]
+        nobodys = min(each.number("unservable") or 0.0 for each in mine if each.summary is not None)
+        return failed - nobodys > MOST_FAILED * (num_prompts - nobodys)
+
+    def keeps_up(self, run: ComparedRun) -> bool:
+        """Whether it ran, was not overloaded, and refused hardly anybody."""
+        return run.summary is not None and not self.is_doubtful(run) and run.verdict != Verdict.SHEDDING
+
+    def judges(self, key: str, run: ComparedRun) -> bool:
+        """Whether this number of the run may be ranked: of an overloaded one neither latencies nor goodput may."""
+        if key in GOODPUT:
+            return not run.is_hopeless
+        return not (metric(key).is_latency and self.is_doubtful(run))
 
     def numbers(self, key: str) -> list[float]:
         """All values of a metric."""
@@ -264,22 +339,74 @@ class ComparedRuns:
             for first, second in combinations(self.variants, 2):
                 yield relate(self, key, first, second)
 
+    def in_order(self, key: str, place: int = 0) -> list[ComparedRun]:
+        """The runs at this place that have this number, best first; those that cannot lead last."""
+        return self._best_first(key, [run for run in self.runs if run.place == place])
+
     def leaders(self, key: str, place: int = 0) -> list[ComparedRun]:
-        """The runs at this place that have this number, best first; those of a hopeless verdict last."""
-        here = [run for run in self.runs if run.place == place and run.number(key) is not None]
-        return self._best_first(key, here)
+        """The best run at this place and those that are level with it; none if no run can lead."""
+        return self._level_with_first(key, self.in_order(key, place))
 
-    def best(self, key: str, variant: str) -> list[ComparedRun]:
-        """The runs of a variant that have this number, best first; those of a hopeless verdict last."""
-        return self._best_first(
-            key, [run for run in self.runs if run.variant == variant and run.number(key) is not None]
-        )
+    def along(self, key: str, variant: str) -> list[ComparedRun]:
+        """The runs of a variant that have this number, best first; those that cannot lead last."""
+        return self._best_first(key, [run for run in self.runs if run.variant == variant])
 
-    @staticmethod
-    def _best_first(key: str, runs: list[ComparedRun]) -> list[ComparedRun]:
+    def best_along(self, key: str, variant: str) -> list[ComparedRun]:
+        """Its best run and those that are level with it; none if no run can lead."""
+        return self._level_with_first(key, self.along(key, variant))
+
+    def is_offered(self, key: str, place: int) -> bool:
+        """Whether this number says nothing here: all variants serve what is offered."""
+        here = [run for run in self.runs if run.place == place and run.summary is not None]
+        return key in OFFERED and bool(here) and all(run.serves_what_is_offered for run in here)
+
+    def _best_first(self, key: str, runs: Sequence[ComparedRun]) -> list[ComparedRun]:
         sign = 1 if metric(key).better == "lower" else -1
-        judged = metric(key).is_latency
-        return sorted(runs, key=lambda run: (judged and run.is_hopeless, sign * (run.number(key) or 0.0)))
+        known = [run for run in runs if run.number(key) is not None]
+        return sorted(known, key=lambda run: (not self.judges(key, run), sign * (run.number(key) or 0.0)))
+
+    def _level_with_first(self, key: str, order: Sequence[ComparedRun]) -> list[ComparedRun]:
+        if not order or not self.judges(key, order[0]):
+            return []
+        return [run for run in order if self.judges(key, run) and are_tied(key, order[0], run)]
+
+
+def both_are_offered(key: str, first: ComparedRun, second: ComparedRun) -> bool:
+    """Whether both runs serve what is offered, and this number follows from that.
+
+    So does the goodput, if the same share of equally many requests a second is good.
+    """
+    if not (first.serves_what_is_offered and second.serves_what_is_offered):
+        return False
+    if key != "request_goodput":
+        return key in OFFERED
+    pairs = ((first.number(name) or 0.0, second.number(name) or 0.0) for name in _BEHIND_GOODPUT)
+    return all(are_level(*pair) for pair in pairs)
+
+
+_BEHIND_GOODPUT = ("goodput_share", "offered_request_rate")
+
+
+def are_tied(key: str, first: ComparedRun, second: ComparedRun) -> bool:
+    """Whether two runs are level in a number that both have."""
+    if both_are_offered(key, first, second):
+        return True
+    return are_level(first.number(key) or 0.0, second.number(key) or 0.0, tie_of(key))
+
+
+def with_capacity(runs: ComparedRuns) -> tuple[str, ...]:
+    """The metrics, and behind the first that only shows what is offered the capacity, if all runs have one."""
+    keys = runs.metrics
+    first = next((k for k, key in enumerate(keys) if key in OFFERED), None)
+    ran = [run for run in runs.runs if run.summary is not None]
+    if first is None or "capacity" in keys or any(run.number("capacity") is None for run in ran):
+        return keys
+    served = [run for run in ran if run.serves_what_is_offered]
+    if len(runs.variants) == 1:
+        is_wanted = len(served) > 1 and runs.axis is not None and runs.axis.key not in LOAD_AXES
+    else:
+        is_wanted = any(sum(run.place == place for run in served) > 1 for place in runs.places)
+    return (*keys[: first + 1], "capacity", *keys[first + 1 :]) if is_wanted else keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +425,12 @@ class Crossing:
     ahead_before: str
     ahead_after: str
     advantage_before: float
-    """Largest ratio by which the one is ahead between the crossing before and this; infinite over a zero."""
+    """Largest ratio by which the one is ahead between the crossing before and this; infinite over a zero.  Latencies of
+    runs that cannot lead are left out; 1 where nothing is left."""
     advantage_after: float
     """The same of the other, up to the next crossing."""
     is_hopeless: bool
-    """Whether it is a latency and a run next to it was overloaded: then it depends on how long the runs were."""
+    """Whether it is a latency and a run next to it was overloaded or lost requests: then the place is doubtful."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,10 +444,13 @@ class Relation:
     ahead: str | None
     """The one that is ahead wherever they are not level; None if each is somewhere, or neither anywhere."""
     advantages: tuple[float, float] | None
-    """Smallest and largest ratio by which it is ahead (higher over lower value); None without one, or at zeros."""
+    """Smallest and largest ratio by which it is ahead (higher over lower value), of runs that can both lead; None
+    without one, or at zeros."""
     num_compared: int
-    """Places at which both have a number."""
+    """Places at which the two can be ranked."""
     num_level: int
+    num_undecided: int
+    """Places at which both have a number, but a latency of a run that cannot lead would lead, or both are such runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,43 +460,58 @@ class _Pair:
     x: float
     first: float
     second: float
-    is_hopeless: bool
+    num_doubtful: int
+    """Of the two, those whose number is not to be ranked."""
+    is_tie: bool
 
     @property
     def sign(self) -> int:
         """Which is the larger; 0 if they are level."""
-        return 0 if are_level(self.first, self.second) else 1 if self.first > self.second else -1
+        return 0 if self.is_tie else 1 if self.first > self.second else -1
 
     @property
     def ratio(self) -> float:
-        """Of the larger to the smaller; 1 if they are level, infinite if one is 0 or below."""
+        """Of the larger to the smaller; 1 if they are level or cannot both be ranked, infinite if one is 0 or below."""
         low, high = sorted((self.first, self.second))
-        return 1.0 if not self.sign else high / low if low > 0 else inf
+        return 1.0 if not self.sign or self.num_doubtful else high / low if low > 0 else inf
 
 
 def relate(compared: ComparedRuns, key: str, first: str, second: str) -> Relation:
     """Compare two variants in one metric.
 
     They cross where one is clearly ahead in one run and the other in the next that is not level.  ``ahead`` is better,
-    or larger where neither is good in itself.
+    or larger where neither is good in itself.  A latency of a run that cannot lead only ever loses.
     """
-    pairs = list(_pairs(compared, key, first, second))
-    signs = {pair.sign for pair in pairs} - {0}
+    known = list(_pairs(compared, key, first, second))
+    pairs = [pair for pair in known if pair is not None]
+    judged = [pair for pair in pairs if pair.num_doubtful < 2]
+    signs = {pair.sign for pair in judged} - {0}
     is_numeric = compared.axis is not None and compared.axis.positions is not None
     crossings = tuple(_crossings(compared, key, first, second, pairs)) if is_numeric else ()
     ahead = _ahead(key, first, second, signs.pop()) if len(signs) == 1 else None
-    num_level = sum(pair.sign == 0 for pair in pairs)
-    return Relation(key, first, second, crossings, ahead, _advantages(pairs, ahead), len(pairs), num_level)
+    num_level = sum(pair.sign == 0 for pair in judged)
+    num_undecided = len(known) - len(judged)
+    return Relation(
+        key, first, second, crossings, ahead, _advantages(judged, ahead), len(judged), num_level, num_undecided
+    )
 
 
-def _pairs(compared: ComparedRuns, key: str, first: str, second: str) -> Iterator[_Pair]:
+def _pairs(compared: ComparedRuns, key: str, first: str, second: str) -> Iterator[_Pair | None]:
+    """None for a place where one that cannot lead would."""
     axis = compared.axis
     for place in [0] if axis is None else axis.order:
         runs = compared.run(first, place), compared.run(second, place)
         one, other = runs[0].number(key), runs[1].number(key)
-        if one is not None and other is not None:
-            x = float(place) if axis is None or axis.positions is None else axis.positions[place]
-            yield _Pair(x, one, other, metric(key).is_latency and any(run.is_hopeless for run in runs))
+        if one is None or other is None:
+            continue
+        doubtful = [run for run in runs if not compared.judges(key, run)]
+        is_tie = are_tied(key, *runs)
+        ahead = _ahead(key, first, second, 1 if one > other else -1)
+        if len(doubtful) == 1 and not is_tie and doubtful[0].variant == ahead:
+            yield None
+            continue
+        x = float(place) if axis is None or axis.positions is None else axis.positions[place]
+        yield _Pair(x, one, other, len(doubtful), is_tie)
 
 
 def _ahead(key: str, first: str, second: str, sign: int) -> str:
@@ -373,8 +519,8 @@ def _ahead(key: str, first: str, second: str, sign: int) -> str:
 
 
 def _advantages(pairs: Sequence[_Pair], ahead: str | None) -> tuple[float, float] | None:
-    ratios = [pair.ratio for pair in pairs]
-    return None if ahead is None or inf in ratios else (min(ratios), max(ratios))
+    ratios = [pair.ratio for pair in pairs if not pair.num_doubtful]
+    return None if ahead is None or inf in ratios or not ratios else (min(ratios), max(ratios))
 
 
 def _crossings(compared: ComparedRuns, key: str, first: str, second: str, pairs: Sequence[_Pair]) -> Iterator[Crossing]:
@@ -396,7 +542,7 @@ def _crossings(compared: ComparedRuns, key: str, first: str, second: str, pairs:
             ahead_after=_ahead(key, first, second, part[-1].sign),
             advantage_before=max(pair.ratio for pair in pairs[bounds[number] : before + 1]),
             advantage_after=max(pair.ratio for pair in pairs[after : bounds[number + 2]] if pair.sign == part[-1].sign),
-            is_hopeless=any(pair.is_hopeless for pair in part),
+            is_hopeless=any(pair.num_doubtful for pair in part),
         )
 
 

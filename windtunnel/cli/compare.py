@@ -15,7 +15,7 @@ from windtunnel.cli.output import emit, note, warn
 
 if TYPE_CHECKING:
     from windtunnel.comparison import Comparison
-    from windtunnel.comparison_plan import ComparisonPlan, PlannedRun
+    from windtunnel.comparison_plan import ComparisonPlan, Obstacle, PlannedRun
     from windtunnel.sim.metrics.comparison import ComparedRun
 
 _WHAT, _RUN, _OUTPUT = "What is compared", "Run", "Output"
@@ -32,9 +32,9 @@ class _Options:
     markdown: bool
     html: Path | None
     csv: Path | None
-    jobs: int
     quiet: bool
-    dry_run: bool
+    with_purpose: bool
+    """Whether to say what the scenario teaches: of its own comparison only."""
 
 
 def _flag(panel: str, *names: str, metavar: str | None = None, help: str, **more: Any) -> Any:  # noqa: A002
@@ -113,7 +113,8 @@ def compare(
 
     A scenario may say in [compare] what is compared.  --variant and --batching take the place of its variants (and of
     its axis, unless --over names it), --over that of its axis (--over none: no axis).  KEY is a key of a scenario file
-    (windtunnel schema --markdown) or its flag's name.  Parts are separated by ';' if there is one, else by ','.
+    (windtunnel schema --markdown) or its flag's name (tp, dp, pp and rate, too).  Parts are separated by ';' if there
+    is one, else by ','.
 
     \b
     Examples:
@@ -124,7 +125,8 @@ def compare(
       windtunnel compare chat-8b-h100 --over 'output=256; exponential:mean=256'
       windtunnel compare runs/64 runs/32
     """
-    options = _Options(as_json, markdown, html, csv, jobs, quiet, dry_run)
+    is_its_own = not (variant or batching or over)
+    options = _Options(as_json, markdown, html, csv, quiet, with_purpose=is_its_own and not quiet)
     if as_json and markdown:
         raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
     _check_outputs(options)
@@ -220,10 +222,14 @@ def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
     if text.strip() == NO_AXIS:
         return "", ()
     name, equals, values = text.partition("=")
-    key = _key(name)
+    key = _key(name, "")
     if not key or (equals and not values.strip()):
         raise typer.BadParameter(f"{text!r} must read KEY=VALUE,VALUE,..., KEY or {NO_AXIS}", param_hint="--over")
-    return key, tuple(_value(key, part) for part in _parts(values)) if equals else ()
+    if not equals:
+        return key, ()
+    given = [_value(part) for part in _parts(values)]
+    key = _key(name, given[0])
+    return key, tuple(_listed(key, value) for value in given)
 
 
 def _parts(text: str) -> list[str]:
@@ -240,27 +246,29 @@ def _setting(text: str) -> tuple[str, Any]:
         raise typer.BadParameter(
             f"{text!r} must read KEY=VALUE (separate with ';' where a value has commas)", param_hint="--variant, --set"
         )
-    key = _key(key)
-    return key, _value(key, value.strip())
+    given = _value(value.strip())
+    key = _key(key, given)
+    return key, _listed(key, given)
 
 
-def _key(name: str) -> str:
+def _key(name: str, value: Any) -> str:
     """A key as the scenario file has it; a flag's name will do."""
-    from windtunnel.scenarios.flags import KEY_OF_PARAMETER
+    from windtunnel.comparison_plan import setting_key
 
-    parameter = name.strip().removeprefix("--").replace("-", "_")
-    return KEY_OF_PARAMETER.get(parameter, parameter)
+    return setting_key(name.strip().lstrip("-").replace("-", "_"), value)
 
 
-def _value(key: str, text: str) -> Any:
+def _listed(key: str, value: Any) -> Any:
+    return [value] if key in _LISTS and not isinstance(value, list) else value
+
+
+def _value(text: str) -> Any:
     """A number, true or false, a list or a table as TOML writes them; text if it is none of these."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
         value = text
-    if not isinstance(value, bool | int | float | str | list | dict):
-        value = text
-    return [value] if key in _LISTS and not isinstance(value, list) else value
+    return value if isinstance(value, bool | int | float | str | list | dict) else text
 
 
 # --- telling
@@ -284,11 +292,16 @@ def _plan_text(plan: ComparisonPlan, *, as_json: bool) -> str:
     from windtunnel.reports.values import plain
     from windtunnel.rundir import to_json
 
-    reasons = plan.check()
+    obstacles = plan.check()
     if as_json:
         runs = [
-            {"variant": run.variant, "place": run.place, "overrides": run.overrides, "infeasible": reason or None}
-            for run, reason in zip(plan.runs, reasons, strict=True)
+            {
+                "variant": run.variant,
+                "place": run.place,
+                "overrides": run.overrides,
+                "infeasible": None if obstacle is None else obstacle.reason,
+            }
+            for run, obstacle in zip(plan.runs, obstacles, strict=True)
         ]
         return to_json(
             {
@@ -303,12 +316,16 @@ def _plan_text(plan: ComparisonPlan, *, as_json: bool) -> str:
     sets = [", ".join(f"{key} = {plain(value)}" for key, value in run.overrides.items()) for run in plan.runs]
     rows = [(str(number), run.variant, sets[number - 1]) for number, run in enumerate(plan.runs, 1)]
     lines = [f"scenario: {plan.scenario.name}", f"metrics: {', '.join(plan.metrics)}", f"baseline: {plan.baseline}", ""]
-    return "\n".join([*lines, *table([("run", "variant", "sets"), *rows]), *_told(plan, reasons)])
+    return "\n".join([*lines, *table([("run", "variant", "sets"), *rows]), *_told(plan, obstacles)])
 
 
-def _told(plan: ComparisonPlan, reasons: Sequence[str]) -> list[str]:
-    runs = enumerate(zip(plan.runs, reasons, strict=True), 1)
-    return [f"run {number} ({run.variant}) is infeasible: {reason}" for number, (run, reason) in runs if reason]
+def _told(plan: ComparisonPlan, obstacles: Sequence[Obstacle | None]) -> list[str]:
+    runs = enumerate(zip(plan.runs, obstacles, strict=True), 1)
+    return [
+        f"run {number} ({run.variant}) is {obstacle.verdict}: {obstacle.reason}"
+        for number, (run, obstacle) in runs
+        if obstacle is not None
+    ]
 
 
 def _finish(comparison: Comparison, options: _Options) -> None:
@@ -322,7 +339,8 @@ def _finish(comparison: Comparison, options: _Options) -> None:
     if options.as_json:
         emit(to_json(comparison.to_dict()))
     else:
-        emit((comparison.markdown() if options.markdown else comparison.text()).rstrip("\n"))
+        text = comparison.text(with_purpose=options.with_purpose)
+        emit((comparison.markdown() if options.markdown else text).rstrip("\n"))
     if options.as_json:
         for text in comparison.context.common.warnings:
             warn(text)
