@@ -19,12 +19,12 @@ def atomic_writer(path: str | Path) -> Iterator[TextIO]:
     """
     target = Path(path).resolve() if Path(path).is_symlink() else Path(path)
     if target.exists() and not target.is_file() and not target.is_dir():
-        with target.open("w", encoding="utf-8", newline="\n") as file:
+        with target.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             yield file
         return
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8", newline="\n") as file:
+        with temporary.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             yield file
         os.replace(temporary, target)
     except OSError as error:

@@ -1047,7 +1047,7 @@ def test_folders_of_one_name_are_told_apart_by_their_paths(small: Path) -> None:
     save("x/run")
     save("y/run", seed=1)
     assert compare_runs(["x/run", "y/run"]).runs.variants == ("x/run", "y/run")
-    with pytest.raises(ScenarioError, match="the same run twice: x/run"):
+    with pytest.raises(ScenarioError, match="x/run names the same run twice"):
         compare_runs(["x/run", "x/run"])
 
 
@@ -1196,3 +1196,52 @@ def test_ctrl_c_ends_all_processes_without_a_traceback(small: Path) -> None:
     assert process.returncode == 130
     assert rest.splitlines()[-1] == "error: interrupted"
     assert "Traceback" not in rest
+
+
+@pytest.mark.slow
+def test_processes_end_when_the_one_that_they_work_for_is_gone(small: Path) -> None:
+    long = SMALL.replace("num_requests = 40", "num_requests = 3_000").replace("request_rate = 5", "request_rate = 50")
+    Path("long.toml").write_text(long, "utf-8")
+    variants = [part for seats in range(1, 9) for part in ("--variant", f"max_num_seqs={seats}")]
+    command = [sys.executable, "-m", "windtunnel", "compare", "long.toml", "--jobs", "2", *variants]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.kill()
+    process.communicate(timeout=60)  # it ends only when nobody holds stderr any more
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["small.toml", "--over", "max_num_seqs=1,2", "--html", "same.x", "--csv", "same.x"],
+        ["small.toml", "--over", "max_num_seqs=1,2", "--html", "small.toml"],
+        ["a", "b", "--csv", "a/summary.json"],
+        ["a", "./a"],
+        ["a", "b", "a/"],
+    ],
+)
+def test_results_take_the_place_of_nothing_that_they_are_made_from(
+    small: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    save("a")
+    save("b", max_num_seqs=1)
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    assert main(["compare", *arguments]) == 2
+    assert "error: " in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def test_names_that_are_no_text_are_written_as_escapes(small: Path) -> None:
+    names = ["--variant", "a\udcff; max_num_seqs=1", "--variant", "b"]
+    assert main(["compare", "small.toml", *names, "--html", "x.html", "--csv", "x.csv", "-q"]) == 0
+    assert "a\\udcff" in Path("x.csv").read_text("utf-8")
+    assert "a\\udcff" in Path("x.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize("value", ["[" * 50_000, "1" * 6_000])
+def test_values_that_cannot_be_read_are_complained_of(
+    small: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    assert main(["compare", "small.toml", "--over", f"max_num_seqs={value}"]) == 2
+    assert "bug in windtunnel" not in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -116,6 +117,10 @@ def execute_plan(plan: ComparisonPlan, *, jobs: int = 1, tell: RunDone | None = 
     return _comparison(plan, results)
 
 
+class ProcessDied(RuntimeError):
+    """One of the processes that share the work is gone."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Result:
     """What is kept of a run: all but its records."""
@@ -144,7 +149,9 @@ def _results(runs: Sequence[PlannedRun], jobs: int) -> Iterator[_Result]:
             for future in futures:
                 yield future.result()
         except BrokenProcessPool:
-            raise MemoryError("a process died in the middle of a run; give fewer jobs") from None
+            raise ProcessDied(
+                "a process died in the middle of a run: it was killed, or memory ran out; give fewer jobs (--jobs 1)"
+            ) from None
         except BaseException:
             # not cancelled: the pool's thread fails every run that is still to come once its processes are gone
             for process in multiprocessing.active_children():
@@ -154,10 +161,20 @@ def _results(runs: Sequence[PlannedRun], jobs: int) -> Iterator[_Result]:
 
 
 def _die_quietly() -> None:
-    """On Ctrl-C the parent speaks for all."""
+    """On Ctrl-C the parent speaks for all; and when it is gone, nobody waits for work any more."""
+    import multiprocessing
     import signal
+    import threading
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        assert parent is not None, "only a worker runs this"
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _run(planned: PlannedRun) -> _Result:
@@ -230,6 +247,10 @@ def compare_runs(
         raise refusal(
             f"one run is no comparison: name two or more folders, got {', '.join(map(str, folders)) or 'none'}"
         )
+    real = [Path(folder).resolve() for folder in folders]
+    for folder, place in zip(folders, real, strict=True):
+        if real.count(place) > 1:
+            raise refusal(f"{folder} names the same run twice: a run cannot be compared with itself")
     saved = {name: _read_saved(Path(folder)) for name, folder in zip(_names(folders), folders, strict=True)}
     found = dict.fromkeys(key for result in saved.values() for key in number_keys(result.summary or {}))
     known = [*found, *DERIVED]

@@ -129,7 +129,7 @@ def compare(
     options = _Options(as_json, markdown, html, csv, quiet, with_purpose=is_its_own and not quiet)
     if as_json and markdown:
         raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
-    _check_outputs(options)
+    _check_outputs(options, targets or ())
     if _are_runs(targets or ()):
         _refuse_with_runs(variant=variant, batching=batching, over=over, set=settings, seed=seed, dry_run=dry_run)
         from windtunnel.comparison import compare_runs
@@ -171,12 +171,24 @@ def _refuse_with_runs(**given: Any) -> None:
             )
 
 
-def _check_outputs(options: _Options) -> None:
+def _check_outputs(options: _Options, targets: Sequence[str]) -> None:
     from windtunnel.rundir import check_can_write_file
 
-    for path in (options.html, options.csv):
-        if path is not None:
-            check_can_write_file(path)
+    given = [path for path in (options.html, options.csv) if path is not None]
+    for path in given:
+        check_can_write_file(path)
+        _check_is_no_input(path, targets)
+    if len(given) == 2 and given[0].resolve() == given[1].resolve():
+        raise typer.BadParameter(f"--html and --csv both name {given[0]}: give them different names")
+
+
+def _check_is_no_input(path: Path, targets: Sequence[str]) -> None:
+    """A result must not take the place of what it is made from."""
+    for target in map(Path, targets):
+        if target.exists() and (path.resolve() == target.resolve() or target.resolve() in path.resolve().parents):
+            if target.is_dir() and not path.exists():
+                continue  # a new file beside a run's own
+            raise typer.BadParameter(f"{path} is part of what is compared ({target}): name another file")
 
 
 def _plan(
@@ -266,7 +278,7 @@ def _value(text: str) -> Any:
     """A number, true or false, a list or a table as TOML writes them; text if it is none of these."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+    except (tomllib.TOMLDecodeError, KeyError, ValueError, RecursionError):
         value = text
     return value if isinstance(value, bool | int | float | str | list | dict) else text
 
