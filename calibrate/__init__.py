@@ -1,1 +1,4 @@
-"""Measuring and fitting cost models.  Nothing is here yet: this release has uncalibrated cost models only."""
+"""Fitting what no formula gives to measurements: the memory of real start-ups (``memory_fit``).
+
+Step times are not measured yet: cost models are uncalibrated, or profiles that somebody else made.
+"""

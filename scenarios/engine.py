@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from windtunnel.scenarios.errors import ScenarioError
@@ -203,9 +203,9 @@ def _pool(ledger: Ledger, hardware: Hardware, settings: Mapping[str, Any]) -> Kv
     given = ledger.loaded.scenario.deployment
     assert hardware.model is not None, "make_engine asks for it"
     assert hardware.gpu is not None, "make_engine asks for it"
-    whole, gpu, size = hardware.model, hardware.gpu, hardware.tensor_parallel_size
+    model, gpu, size = hardware.model, hardware.gpu, hardware.tensor_parallel_size
     num_stages, version, default = hardware.pipeline_parallel_size, hardware.version, hardware.engine_default
-    model = ledger.attempt("deployment", "pipeline_parallel_size", lambda: _stage(whole, num_stages))
+    ledger.attempt("deployment", "pipeline_parallel_size", lambda: _check_stages(model, num_stages))
     share = ledger.pick(
         "deployment", "gpu_memory_utilization", given.gpu_memory_utilization, version.gpu_memory_utilization, default
     )
@@ -219,36 +219,27 @@ def _pool(ledger: Ledger, hardware: Hardware, settings: Mapping[str, Any]) -> Kv
             model,
             gpu,
             tensor_parallel_size=size,
+            pipeline_parallel_size=num_stages,
             gpu_memory_utilization=share,
             kv_cache_dtype=kv_dtype,
             max_num_batched_tokens=settings["max_num_batched_tokens"],
             max_num_seqs=settings["max_num_seqs"],
             max_model_len=settings["max_model_len"],
             block_size=settings["block_size"],
+            enable_prefix_caching=ledger.loaded.scenario.engine.enable_prefix_caching,
             num_gpu_blocks_override=given.num_gpu_blocks_override,
             kv_cache_memory_bytes=given.kv_cache_memory_bytes,
-            cuda_graphs_inside_utilization=version.cuda_graphs_inside_utilization,
-            startup_check_reserves_null_block=version.startup_check_reserves_null_block,
+            version=version,
         ),
     )
 
 
-def _stage(model: ModelSpec, num_stages: int) -> ModelSpec:
-    """The largest stage of a pipeline: its share of the layers, and embedding and head (which different stages hold).
-
-    Raises ValueError for more stages than layers.
-    """
-    if num_stages == 1:
-        return model
+def _check_stages(model: ModelSpec, num_stages: int) -> None:
+    """Raise ValueError for more stages than layers."""
     if num_stages > model.num_layers:
         raise ValueError(
             f"pipeline_parallel_size is {num_stages}, but {model.name} has {model.num_layers} layers: lower it"
         )
-    return replace(
-        model,
-        num_layers=-(-model.num_layers // num_stages),
-        num_moe_layers=-(-model.num_moe_layers // num_stages),
-    )
 
 
 def _given_blocks(ledger: Ledger, settings: Mapping[str, Any]) -> int:

@@ -188,7 +188,8 @@ def is_unservable(records: Records) -> npt.NDArray[np.bool_]:
     table = records.requests
     if not longest:
         return np.zeros(len(table), np.bool_)
-    return (table.outcome == Outcome.REJECTED) & (table.num_prompt_tokens >= longest)
+    found: npt.NDArray[np.bool_] = (table.outcome == Outcome.REJECTED) & (table.num_prompt_tokens >= longest)
+    return found
 
 
 AnyTable = RequestTable | StepTable | SpanTable | PreemptionTable | DraftTable

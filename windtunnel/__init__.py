@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from windtunnel.api import Run, load_run, simulate
     from windtunnel.comparison import Comparison, compare
+    from windtunnel.memory import MemoryReport, MemorySweep, memory_plan, memory_sweep
+    from windtunnel.memory_inputs import MemoryInputUnreadable
     from windtunnel.rundir import OutputError, RunUnreadable
     from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
     from windtunnel.scenarios.workloads.errors import TraceError
@@ -27,6 +29,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Comparison",
     "InfeasibleDeployment",
+    "MemoryInputUnreadable",
+    "MemoryReport",
+    "MemorySweep",
     "OutputError",
     "RequestTooLarge",
     "Run",
@@ -37,12 +42,17 @@ __all__ = [
     "UnsupportedModel",
     "compare",
     "load_run",
+    "memory_plan",
+    "memory_sweep",
     "simulate",
 ]
 
 _HOMES = {
     "Comparison": "windtunnel.comparison",
     "InfeasibleDeployment": "windtunnel.sim.deployment.memory",
+    "MemoryInputUnreadable": "windtunnel.memory_inputs",
+    "MemoryReport": "windtunnel.memory",
+    "MemorySweep": "windtunnel.memory",
     "OutputError": "windtunnel.rundir",
     "RequestTooLarge": "windtunnel.sim.simulate",
     "Run": "windtunnel.api",
@@ -53,6 +63,8 @@ _HOMES = {
     "UnsupportedModel": "windtunnel.sim.deployment.model",
     "compare": "windtunnel.comparison",
     "load_run": "windtunnel.api",
+    "memory_plan": "windtunnel.memory",
+    "memory_sweep": "windtunnel.memory",
     "simulate": "windtunnel.api",
 }
 

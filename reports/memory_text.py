@@ -1,0 +1,371 @@
+"""A memory plan as text: the table, every formula with its numbers, and the table of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from textwrap import wrap
+from typing import Any
+
+from windtunnel.reports.values import plain
+from windtunnel.reports.words import NOTHING
+from windtunnel.sim.deployment.gpu import GIB
+from windtunnel.sim.deployment.memory import JudgedPlan
+from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE, MemoryPlan, Users
+from windtunnel.sim.deployment.memory_remedies import Remedy
+
+WIDTH = 100
+_EXTRAPOLATED = "Not measured:"
+"""How ``overheads`` begins the sentence on what lies outside of its start-ups."""
+VERDICT_WORDS = {OK: "ok", UNSAFE: "unsafe", DOES_NOT_START: "does not start"}
+
+NO_REMEDY = (
+    "No change of one flag alone helps: free memory on the card, change several flags, or take a GPU with more memory "
+    "or a smaller or quantised model."
+)
+
+Row = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """One plan with all that is said about it."""
+
+    judged: JudgedPlan
+    assumptions: tuple[str, ...]
+    users: Users | None = None
+    comparison: Mapping[str, tuple[float | None, float]] = field(default_factory=dict)
+    """Figures of a real start-up and those of the formula."""
+    notes: tuple[str, ...] = ()
+    serve_command: str = ""
+    """The command line of what is recommended."""
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The plan itself."""
+        return self.judged.plan
+
+    @property
+    def title(self) -> str:
+        """What runs on what."""
+        request = self.plan.request
+        return f"{request.model.name} on {request.num_gpus} x {request.gpu.name}, {request.version.label}{v0(self)}"
+
+
+def v0(row: MemoryRow) -> str:
+    """That it is the older engine, if it is."""
+    return " (V0 engine)" if row.plan.request.uses_v0_engine else ""
+
+
+def plan_text(row: MemoryRow) -> str:
+    """The plan as aligned text; the same plan gives the same text."""
+    parts = [f"{row.title}: {VERDICT_WORDS[row.judged.verdict]}\n{_wrapped(row.judged.reason)}"]
+    parts.append(_titled(_heading(row.plan), budget_rows(row.plan)))
+    parts.append(_titled("KV cache", pool_rows(row.plan)))
+    if row.users is not None:
+        parts.append(_titled(f"Requests of {row.users.mean_tokens:,} tokens", users_rows(row.users, row.plan)))
+    if row.comparison:
+        parts.append(_comparison(row))
+    if row.judged.remedies:
+        parts.append(_remedies(row.judged.remedies))
+    elif row.judged.verdict != OK:
+        parts.append(NO_REMEDY)
+    if row.serve_command:
+        parts.append(row.serve_command)
+    parts += [f"note: {note}" for note in row.notes]
+    parts += [f"note: {text}" for text in row.plan.overheads.assumptions if text.startswith(_EXTRAPOLATED)]
+    return "\n\n".join(parts)
+
+
+def _heading(plan: MemoryPlan) -> str:
+    request = plan.request
+    split = [
+        f"{name} {size}"
+        for name, size in (
+            ("TP", request.tensor_parallel_size),
+            ("PP", request.pipeline_parallel_size),
+            ("DP", request.data_parallel_size),
+        )
+        if size > 1
+    ]
+    rank = " (the tightest stage)" if len(plan.stages) > 1 else ""
+    return f"Memory of one GPU{', ' + ', '.join(split) if split else ''}{rank}"
+
+
+def budget_rows(plan: MemoryPlan) -> list[Row]:
+    """What the card's memory goes to: name, size, remark."""
+    share = plan.settings.gpu_memory_utilization
+    given = "as given" if plan.request.free_memory_bytes is not None else "estimated"
+    rows = [
+        ("total", size(plan.total_bytes), plan.request.gpu.memory_source),
+        ("free at the start", size(plan.free_bytes), given),
+        ("requested", size(plan.requested_bytes), f"gpu_memory_utilization {share:g} of the total"),
+        ("weights", size(plan.weights_bytes), "with rotary tables"),
+        ("activation", size(plan.activation_bytes), f"profile run of {plan.settings.max_num_batched_tokens:,} tokens"),
+        ("non-torch", size(plan.non_torch_bytes), "CUDA libraries, communication"),
+        ("CUDA graphs", size(plan.cudagraph_bytes), _where_graphs(plan)),
+        ("available for KV", size(plan.available_kv_cache_bytes), _origin(plan)),
+        ("KV cache", size(plan.kv_cache_bytes), f"{plan.num_gpu_blocks:,} whole blocks"),
+        ("left on the card", size(plan.margin_bytes), "once graphs are captured"),
+    ]
+    if plan.is_given:
+        rows[2] = ("requested", NOTHING, f"{plan.source} takes its place")
+    return rows
+
+
+def _where_graphs(plan: MemoryPlan) -> str:
+    if not plan.cudagraph_bytes:
+        return "none (enforce_eager)"
+    where = "inside" if plan.graphs_inside else "OUTSIDE"
+    return f"{where} the budget in {plan.request.version.label}"
+
+
+def _origin(plan: MemoryPlan) -> str:
+    if plan.source == "measured" and plan.request.measured is not None:
+        return f"measured: {plan.request.measured.source}"
+    if plan.source == "formula":
+        corrected = plan.request.correction_bytes
+        return f"requested less the above{f', corrected by {corrected / GIB:+.2f} GiB' if corrected else ''}"
+    return plan.source
+
+
+def pool_rows(plan: MemoryPlan) -> list[Row]:
+    """The pool as vLLM logs it."""
+    low, high = plan.interval_90
+    length = plan.settings.max_model_len
+    interval = f"{low:,} to {high:,} in nine starts of ten" if low != high else ""
+    per_token = f"{plan.kv_bytes_per_token:,} bytes a token and GPU"
+    rows = [
+        ("num_gpu_blocks", f"{plan.num_gpu_blocks:,}", f"of {plan.block_size:,} tokens, the null block included"),
+        ("GPU KV cache size", f"{plan.kv_cache_tokens:,} tokens", interval or per_token),
+        ("Maximum concurrency", f"{plan.max_concurrency:.2f}x", f"for {length:,} tokens per request"),
+    ]
+    if interval:
+        rows.append(("KV of a token", f"{plan.kv_bytes_per_token:,} bytes", "on each GPU, in all layers"))
+    if plan.layout.is_hybrid:
+        rows.append(("groups of layers", str(len(plan.layout.groups)), _groups(plan)))
+    if plan.max_state_sequences is not None:
+        rows.append(("state blocks", f"{plan.max_state_sequences:,}", "max_num_seqs cannot be more"))
+    if plan.num_cpu_blocks is not None:
+        rows.append(("num_cpu_blocks", f"{plan.num_cpu_blocks:,}", "swap space of V0"))
+    if plan.equivalent_gpu_memory_utilization is not None:
+        rows.append(
+            ("equivalent to", f"{plan.equivalent_gpu_memory_utilization:.4f}", "gpu_memory_utilization without graphs")
+        )
+    if plan.request.data_parallel_size > 1:
+        rows.append(("replicas", str(plan.request.data_parallel_size), "each with a pool like this"))
+    return rows
+
+
+def _groups(plan: MemoryPlan) -> str:
+    kinds: dict[str, int] = {}
+    for group in plan.layout.groups:
+        kinds[group.kind] = kinds.get(group.kind, 0) + group.num_layers
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def users_rows(users: Users, plan: MemoryPlan) -> list[Row]:
+    """How many requests of that length there is memory for."""
+    one = f"{users.bytes_per_user / 2**20:,.1f} MiB"
+    capped = "" if users.running >= int(users.real) else f"max_num_seqs {plan.settings.max_num_seqs:,} caps it"
+    return [
+        ("KV of one request", one, f"{users.bytes_per_user:,} bytes on each GPU"),
+        ("ideal", f"{users.ideal:,.1f}", "if all memory but the weights held KV"),
+        ("real", f"{users.real:,.1f}", "in this pool; blocks are taken as tokens come, not max_model_len ahead"),
+        ("running at once", f"{users.running:,}", capped),
+    ]
+
+
+COMPARED = {
+    "weights_bytes": "weights",
+    "activation_bytes": "activation",
+    "non_torch_bytes": "non-torch",
+    "cudagraph_bytes": "CUDA graphs",
+    "available_kv_cache_bytes": "available for KV",
+    "num_gpu_blocks": "num_gpu_blocks",
+    "kv_cache_tokens": "KV tokens",
+    "max_concurrency": "concurrency",
+}
+
+
+def comparison_rows(row: MemoryRow) -> list[tuple[str, str, str, str]]:
+    """Figure, measured, formula, difference."""
+    rows = []
+    for name, (measured, formula) in row.comparison.items():
+        if measured is None:
+            continue
+        is_size = name.endswith("_bytes")
+        show = (lambda value: size(round(value))) if is_size else _number
+        if is_size:
+            apart = f"{round((formula - measured) / GIB, 2) + 0.0:+.2f} GiB"
+        else:
+            apart = f"{100 * (formula / measured - 1):+.2f} %" if measured else NOTHING
+        rows.append((COMPARED.get(name, name), show(measured), show(formula), apart))
+    return rows
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.2f}"
+
+
+def _comparison(row: MemoryRow) -> str:
+    rows = [("", "measured", "formula", "formula off by"), *comparison_rows(row)]
+    return "\n".join(["Beside the real start-up", *(f"  {line}" for line in _aligned(rows))])
+
+
+def remedy_rows(remedies: Iterable[Remedy]) -> list[tuple[str, str, str, str]]:
+    """What to change, the verdict with it, KV tokens, and what it costs."""
+    return [
+        (remedy.text, VERDICT_WORDS[remedy.verdict], f"{remedy.kv_cache_tokens:,} tokens", remedy.cost)
+        for remedy in remedies
+    ]
+
+
+def _remedies(remedies: Sequence[Remedy]) -> str:
+    return "\n".join(["Each of these alone would help", *(f"  {line}" for line in _aligned(remedy_rows(remedies)))])
+
+
+# --- every formula
+
+
+def explanation(row: MemoryRow) -> str:
+    """Each step of the plan with its numbers, each setting with its source, each assumption."""
+    lines = ["", "How it comes about", *(f"  {step}" for step in steps(row.plan))]
+    lines += ["", "Settings", *(f"  {line}" for line in _aligned(setting_rows(row.plan)))]
+    lines += ["", "Assumptions"]
+    for text in row.assumptions:
+        lines += wrap(text, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def steps(plan: MemoryPlan) -> Iterator[str]:
+    """The arithmetic, one line a step."""
+    settings, share = plan.settings, plan.settings.gpu_memory_utilization
+    yield f"requested = ceil(total x gpu_memory_utilization) = ceil({plan.total_bytes:,} x {share:g})"
+    yield f"          = {plan.requested_bytes:,} bytes ({size(plan.requested_bytes)})"
+    if plan.source == "formula":
+        graphs = f" - {plan.cudagraph_bytes:,} (CUDA graphs)" if plan.graphs_inside else ""
+        corrected = plan.request.correction_bytes
+        more = f" {'+' if corrected > 0 else '-'} {abs(corrected):,} (correction)" if corrected else ""
+        yield "available = requested - weights - activation - non-torch" + (
+            " - CUDA graphs" if plan.graphs_inside else ""
+        )
+        yield (
+            f"          = {plan.requested_bytes:,} - {plan.weights_bytes:,} - {plan.activation_bytes:,} - "
+            f"{plan.non_torch_bytes:,}{graphs}{more}"
+        )
+        yield f"          = {plan.available_kv_cache_bytes:,} bytes ({size(plan.available_kv_cache_bytes)})"
+    else:
+        yield f"available = {plan.available_kv_cache_bytes:,} bytes ({plan.source})"
+    yield from _block_steps(plan)
+    needed = plan.layout.blocks_of_request(settings.max_model_len)
+    yield f"blocks of a request of {settings.max_model_len:,} tokens = {needed:,}"
+    yield f"concurrency = {plan.num_gpu_blocks:,} / {needed:,} = {plan.max_concurrency:.4f}"
+    spare = plan.num_reserved_blocks
+    check = f"{needed:,} + {spare} (null block)" if spare else f"{needed:,}"
+    yield f"start-up check: {check} <= {plan.num_gpu_blocks:,}: {'yes' if plan.holds(plan.num_gpu_blocks) else 'no'}"
+    outside = f" - {plan.graphs_outside_bytes:,} (CUDA graphs outside)" if plan.graphs_outside_bytes else ""
+    spent = f"{plan.free_bytes:,} (free) - {plan.spent_bytes:,} (spent){outside}"
+    yield f"left on the card = {spent} = {plan.margin_bytes:,}"
+
+
+def _block_steps(plan: MemoryPlan) -> Iterator[str]:
+    for place, (stage, block) in enumerate(zip(plan.stages, plan.layout.block_bytes, strict=True)):
+        name = f" of stage {place}" if len(plan.stages) > 1 else ""
+        if plan.layout.is_hybrid or len(plan.stages) > 1:
+            yield f"bytes of a block{name} = {block:,} (largest of {len(plan.layout.groups)} groups)"
+        else:
+            yield f"bytes of a block = {plan.block_size} tokens x {block // plan.block_size:,} bytes = {block:,}"
+        if plan.source in ("formula", "kv_cache_memory_bytes"):
+            yield f"blocks{name} = {stage.available_bytes:,} // {block:,} = {stage.num_blocks:,}"
+    yield f"num_gpu_blocks = {plan.num_gpu_blocks:,}" + (", the least of all stages" if len(plan.stages) > 1 else "")
+    yield f"GPU KV cache size = {plan.kv_cache_tokens:,} tokens"
+
+
+def setting_rows(plan: MemoryPlan) -> list[Row]:
+    """Settings, values and where they come from."""
+    sources = plan.settings.sources
+    values = {name: getattr(plan.settings, name) for name in sources if hasattr(plan.settings, name)}
+    rows = [(name, plain(value), sources[name]) for name, value in values.items()]
+    rows.append(("kv_cache_dtype", plan.request.kv_cache_dtype, ""))
+    rows.append(("dtype", plan.request.model.dtype, ""))
+    return rows
+
+
+# --- a sweep
+
+
+def sweep_text(axes: Sequence[str], dicts: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
+    """A table, one line a combination (as plain data), and below why some do not start."""
+    with_users = any(made.get("real_users") is not None for made in dicts)
+    heads = [*map(short, axes), "GPUs", "KV tokens", "90 % interval", "concurrency", "left", "verdict"]
+    heads += ["users"] if with_users else []
+    rows = [[*(plain(made[axis]) for axis in axes), *sweep_cells(made, with_users=with_users)] for made in dicts]
+    lines = _aligned([heads, *rows])
+    reasons = {made["reason"]: None for made in dicts if made["verdict"] == DOES_NOT_START}
+    shown = list(reasons)[:MOST_REASONS]
+    if shown:
+        lines += ["", "Why some do not start"]
+        for reason in shown:
+            lines += wrap(reason, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+    if len(reasons) > len(shown):
+        lines.append(f"  ({len(reasons) - len(shown)} more: --json has all)")
+    return "\n".join([*lines, *(f"\nnote: {note}" for note in notes)])
+
+
+MOST_REASONS = 3
+_SHORT = {
+    "tensor_parallel_size": "TP",
+    "pipeline_parallel_size": "PP",
+    "data_parallel_size": "DP",
+    "gpu_memory_utilization": "utilization",
+    "kv_cache_dtype": "KV",
+    "max_num_batched_tokens": "budget",
+}
+
+
+def short(name: str) -> str:
+    """A setting's name where there is little room."""
+    return _SHORT.get(name, name)
+
+
+def sweep_cells(made: Mapping[str, Any], *, with_users: bool = False) -> list[str]:
+    """The figures of one combination."""
+    verdict = VERDICT_WORDS[made["verdict"]]
+    if "kv_cache_tokens" not in made:
+        return [NOTHING] * 5 + [verdict] + ([NOTHING] if with_users else [])
+    interval = made["interval_90"]
+    low, high = interval["low"], interval["high"]
+    cells = [
+        f"{made['num_gpus']:,}",
+        f"{made['kv_cache_tokens']:,}",
+        f"{low:,} to {high:,}" if low != high else NOTHING,
+        f"{made['max_concurrency']:,.2f}",
+        NOTHING if made["verdict"] == DOES_NOT_START else size(made["oom_margin_bytes"]),
+        verdict,
+    ]
+    users = made.get("real_users")
+    return [*cells, f"{users:,.1f}" if users is not None else NOTHING] if with_users else cells
+
+
+# --- pieces
+
+
+def size(num_bytes: int) -> str:
+    """GiB with two decimals."""
+    return f"{num_bytes / GIB:,.2f} GiB"
+
+
+def _titled(title: str, rows: Sequence[Row]) -> str:
+    width = max(len(row[1]) for row in rows)
+    lined = [(name, value.rjust(width), remark) for name, value, remark in rows]
+    return "\n".join([title, *(f"  {line}" for line in _aligned(lined))])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))

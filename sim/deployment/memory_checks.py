@@ -1,0 +1,309 @@
+"""Whether vLLM starts with a plan, and if not, in its own words why not.
+
+The checks are in the order in which vLLM meets them.  The words are those of the release, so that a user's search finds
+them; memory that runs out at a step without a check of its own is PyTorch's ``CUDA out of memory``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from windtunnel.sim.deployment.gpu import GIB
+from windtunnel.sim.deployment.memory_plan import (
+    DOES_NOT_START,
+    OK,
+    RESERVE_BYTES,
+    UNSAFE,
+    MemoryPlan,
+)
+
+
+class Judgement(NamedTuple):
+    """A verdict with its cause."""
+
+    verdict: str
+    """ok, unsafe or does_not_start."""
+    cause: str
+    """A kind of error, as ``startup_log.ERROR_KINDS`` has them, or of risk; empty if all is well."""
+    error: str
+    """What vLLM prints, as far as it can be told beforehand; empty if it starts."""
+    why: str
+    """What it comes from, with numbers."""
+
+    @property
+    def reason(self) -> str:
+        """Both in one text."""
+        return f"{self.error}  {self.why}" if self.error else self.why
+
+
+def judge(plan: MemoryPlan) -> Judgement:
+    """The first thing that stops the start, else what makes it unsafe, else that it is well."""
+    for check in (*_CHECKS, *_RISKS):
+        for found in check(plan):
+            return found
+    return Judgement(OK, "", "", _well(plan))
+
+
+def starts(plan: MemoryPlan) -> bool:
+    """Whether no check stops the start, safe or not."""
+    return not any(found for check in _CHECKS for found in check(plan))
+
+
+def _well(plan: MemoryPlan) -> str:
+    length = plan.settings.max_model_len
+    return (
+        f"{plan.max_concurrency:.2f} requests of {length:,} tokens fit at once, and {gib(plan.margin_bytes)} of the "
+        "card stay free."
+    )
+
+
+# --- what stops the start
+
+
+def _context(plan: MemoryPlan) -> Iterator[Judgement]:
+    request, length, model = plan.request, plan.settings.max_model_len, plan.request.model
+    if length <= model.max_model_len or request.allows_long_max_model_len:
+        return
+    yield Judgement(
+        DOES_NOT_START,
+        "max_model_len_exceeds_model",
+        f"User-specified max_model_len ({length}) is greater than the derived max_model_len ({model.max_model_len}).",
+        f"{model.name} is made for contexts of up to {model.max_model_len:,} tokens.",
+    )
+
+
+def _free_memory(plan: MemoryPlan) -> Iterator[Judgement]:
+    if plan.is_given or plan.source == "measured" or plan.free_bytes >= plan.requested_bytes:
+        return
+    share, total = plan.settings.gpu_memory_utilization, plan.total_bytes
+    known = "" if plan.request.free_memory_bytes is not None else " (an estimate: CUDA's context takes the rest)"
+    most = math.floor(plan.free_bytes / total * 1000) / 1000
+    why = f"{gib(plan.free_bytes)} of {gib(total)} are free{known}: gpu_memory_utilization can be {most:g} at most."
+    if plan.request.rules.checks_free_memory and not plan.request.uses_v0_engine:
+        error = (
+            f"Free memory on device ({digits(plan.free_bytes)}/{digits(total)} GiB) on startup is less than desired "
+            f"GPU memory utilization ({share:g}, {digits(plan.requested_bytes)} GiB). Decrease GPU memory utilization "
+            "or reduce GPU memory used by other processes."
+        )
+        yield Judgement(DOES_NOT_START, "free_memory_below_desired", error, why)
+    elif plan.free_bytes < plan.requested_bytes + plan.graphs_outside_bytes - plan.activation_bytes:
+        yield Judgement(DOES_NOT_START, "out_of_memory_kv_cache", _out_of("the KV cache is allocated"), why)
+
+
+def _weights(plan: MemoryPlan) -> Iterator[Judgement]:
+    most = max(stage.weights_bytes for stage in plan.stages)
+    if plan.source == "measured" or most <= plan.free_bytes:
+        return
+    yield Judgement(
+        DOES_NOT_START,
+        "out_of_memory_weights",
+        _out_of("the weights are loaded"),
+        f"The weights take {gib(most)} of each GPU, of which {gib(plan.free_bytes)} are free.",
+    )
+
+
+def _profile(plan: MemoryPlan) -> Iterator[Judgement]:
+    needed = max(stage.weights_bytes for stage in plan.stages) + plan.activation_bytes + plan.non_torch_bytes
+    if plan.source == "measured" or needed <= plan.free_bytes:
+        return
+    yield Judgement(
+        DOES_NOT_START,
+        "out_of_memory_profiling",
+        _out_of("the profile run computes max_num_batched_tokens tokens"),
+        f"Weights, activation and non-torch memory take {gib(needed)}, of which {gib(plan.free_bytes)} are free.",
+    )
+
+
+def _nothing_left(plan: MemoryPlan) -> Iterator[Judgement]:
+    if plan.source != "formula" or plan.available_kv_cache_bytes > 0:
+        return
+    aside = (
+        " (this flag also controls CPU memory reservation on the CPU backend, despite its name)"
+        if plan.request.rules.mentions_cpu
+        else ""
+    )
+    yield Judgement(
+        DOES_NOT_START,
+        "no_available_memory",
+        "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
+        f"engine{aside}.",
+        f"{parts(plan)}: {gib(-plan.available_kv_cache_bytes)} too much.",
+    )
+
+
+def parts(plan: MemoryPlan) -> str:
+    """The budget and what it is spent on, in words."""
+    graphs = f" and CUDA graphs {gib(plan.cudagraph_bytes)}" if plan.graphs_inside and plan.cudagraph_bytes else ""
+    join = "" if graphs else "and "
+    return (
+        f"Of the {gib(plan.requested_bytes)} that gpu_memory_utilization allows, the weights take "
+        f"{gib(plan.weights_bytes)}, the activations {gib(plan.activation_bytes)}, {join}non-torch memory "
+        f"{gib(plan.non_torch_bytes)}{graphs}"
+    )
+
+
+def _length(plan: MemoryPlan) -> Iterator[Judgement]:
+    if plan.request.fits_length:
+        if plan.largest_model_len() < 1:
+            error = (
+                "Cannot auto-fit max_model_len: not enough GPU memory available to serve even a single token. Try "
+                "increasing `gpu_memory_utilization`."
+            )
+            yield Judgement(DOES_NOT_START, "auto_fit_failed", error, f"{parts(plan)}.")
+        return
+    if plan.holds(plan.num_gpu_blocks):
+        return
+    needed, there = plan.blocks_needed(plan.settings.max_model_len), plan.num_gpu_blocks
+    null = ", the null block included" if plan.num_reserved_blocks else ""
+    why = f"One such request takes {needed:,} blocks{null}, and the pool has {there:,}."
+    yield Judgement(DOES_NOT_START, "max_model_len_exceeds_kv_cache", _too_long(plan), why)
+
+
+def _too_long(plan: MemoryPlan) -> str:
+    length, largest = plan.settings.max_model_len, plan.largest_model_len()
+    if plan.request.uses_v0_engine:
+        return (
+            f"The model's max seq len ({length}) is larger than the maximum number of tokens that can be stored in KV "
+            f"cache ({plan.kv_cache_tokens}). Try increasing `gpu_memory_utilization` or decreasing `max_model_len` "
+            "when initializing the engine."
+        )
+    place = plan.stages.index(plan.tightest)
+    block = plan.layout.block_bytes[place]
+    needed = plan.layout.blocks_of_request(length) * block
+    usable = max(plan.num_gpu_blocks - plan.num_reserved_blocks, 0) * block
+    if plan.source != "num_gpu_blocks_override":
+        usable = max(plan.available_kv_cache_bytes - plan.num_reserved_blocks * block, usable)
+    estimate = ""
+    if largest and plan.request.rules.names_largest_length:
+        estimate = f"Based on the available memory, the estimated maximum model length is {largest}. "
+    owner, aside = ("model's", " (which also controls CPU memory on the CPU backend)")
+    if not plan.request.rules.mentions_cpu:
+        owner, aside = "models's", ""  # as those releases spell it
+    asked, there = _apart(needed, usable)
+    return (
+        f"To serve at least one request with the {owner} max seq len ({length}), ({asked} GiB KV cache is needed, "
+        f"which is larger than the available KV cache memory ({there} GiB). {estimate}Try increasing "
+        f"`gpu_memory_utilization`{aside} or decreasing `max_model_len` when initializing the engine."
+    )
+
+
+def _states(plan: MemoryPlan) -> Iterator[Judgement]:
+    most, seqs = plan.max_state_sequences, plan.settings.max_num_seqs
+    if most is None or seqs <= most or plan.request.enforce_eager or not plan.request.rules.refuses_states:
+        return
+    yield Judgement(
+        DOES_NOT_START,
+        "mamba_blocks_exceeded",
+        f"max_num_seqs ({seqs}) exceeds available Mamba cache blocks ({most}). Each decode sequence requires one Mamba "
+        f"cache block, so CUDA graph capture cannot proceed. Please lower max_num_seqs to at most {most} or increase "
+        "gpu_memory_utilization.",
+        f"The pool has {most:,} blocks.",
+    )
+
+
+def _given_pool(plan: MemoryPlan) -> Iterator[Judgement]:
+    if not plan.is_given or plan.spent_bytes + plan.graphs_outside_bytes <= plan.free_bytes:
+        return
+    yield Judgement(
+        DOES_NOT_START,
+        "out_of_memory_kv_cache",
+        _out_of("the KV cache is allocated or CUDA graphs are captured"),
+        f"A KV cache of {gib(plan.kv_cache_bytes)} ({plan.source}) and the rest sum up to "
+        f"{gib(plan.spent_bytes + plan.graphs_outside_bytes)}, of which {gib(plan.free_bytes)} are free.",
+    )
+
+
+_CHECKS: tuple[Callable[[MemoryPlan], Iterator[Judgement]], ...] = (
+    _context,
+    _free_memory,
+    _weights,
+    _profile,
+    _nothing_left,
+    _given_pool,
+    _length,
+    _states,
+)
+
+
+# --- what makes it unsafe
+
+
+def _graphs_outside(plan: MemoryPlan) -> Iterator[Judgement]:
+    if plan.margin_bytes >= RESERVE_BYTES or not plan.graphs_outside_bytes or plan.is_given:
+        return
+    left = plan.free_bytes - plan.requested_bytes
+    yield Judgement(
+        UNSAFE,
+        "graphs_outside",
+        "",
+        f"CUDA graphs lie outside gpu_memory_utilization in {plan.request.version.label}: they take about "
+        f"{gib(plan.cudagraph_bytes)}, and {gib(left)} are left on the card beside the budget, so capture (or a later "
+        "step) may run out of memory.",
+    )
+
+
+def _small_margin(plan: MemoryPlan) -> Iterator[Judgement]:
+    spread = max(plan.overheads.error_bytes[1], 0) if plan.is_given else 0
+    if plan.margin_bytes >= max(RESERVE_BYTES, spread):
+        return
+    what = (
+        f"less than the {gib(spread)} by which the estimate of the other parts may be too low"
+        if spread > RESERVE_BYTES
+        else f"less than the {RESERVE_BYTES / 2**20:.0f} MiB that vLLM keeps back when it suggests a pool"
+    )
+    yield Judgement(UNSAFE, "small_margin", "", f"Only {gib(plan.margin_bytes)} of the card stay free, {what}.")
+
+
+def _small_pool(plan: MemoryPlan) -> Iterator[Judgement]:
+    low = plan.interval_blocks.low
+    worst = replace(plan, num_gpu_blocks=low, interval_blocks=plan.interval_blocks._replace(high=low))
+    if low == plan.num_gpu_blocks:
+        return
+    found = next((each for check in (_length, _states) for each in check(worst)), None)
+    if found is None:
+        return
+    needed = plan.blocks_needed(plan.settings.max_model_len)
+    what = (
+        f"max_num_seqs is {plan.settings.max_num_seqs:,}"
+        if found.cause == "mamba_blocks_exceeded"
+        else f"one request of {plan.settings.max_model_len:,} tokens takes {needed:,}"
+    )
+    yield Judgement(
+        UNSAFE,
+        "small_pool",
+        "",
+        f"The pool has {plan.num_gpu_blocks:,} blocks by the estimate, but one start in twenty has {low:,} or fewer, "
+        f"and {what}: it may not start.",
+    )
+
+
+_RISKS: tuple[Callable[[MemoryPlan], Iterator[Judgement]], ...] = (_graphs_outside, _small_margin, _small_pool)
+
+
+# --- words
+
+
+def gib(num_bytes: int) -> str:
+    """A size with its unit, two decimals as vLLM prints them."""
+    return f"{digits(num_bytes)} GiB"
+
+
+def digits(num_bytes: int) -> str:
+    """GiB with up to two decimals, as vLLM's ``format_gib``."""
+    return f"{round(num_bytes / GIB, 2)}"
+
+
+def _apart(*sizes_bytes: int) -> list[str]:
+    """Different sizes in GiB with as many decimals as it takes to tell them apart, two or more."""
+    for places in range(2, 10):
+        shown = [f"{size / GIB:.{places}f}" for size in sizes_bytes]
+        if len(dict.fromkeys(shown)) == len(dict.fromkeys(sizes_bytes)):
+            break
+    return shown
+
+
+def _out_of(when: str) -> str:
+    return f"torch.OutOfMemoryError: CUDA out of memory (while {when})."

@@ -1,0 +1,446 @@
+"""From gpu_memory_utilization to KV blocks, as vLLM counts: the budget of one GPU of each stage, and the pool.
+
+``requested = ceil(total * gpu_memory_utilization)``; what weights, the peak of the profile run, non-torch memory and,
+from 0.20 on, CUDA graphs leave of it is available for the KV cache; whole blocks of it, the least of all pipeline
+stages, are the pool.  Source: vLLM 0.32, ``v1/worker/gpu_worker.py`` and ``v1/core/kv_cache_utils.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from windtunnel.sim.deployment.gpu import GIB
+from windtunnel.sim.deployment.kv_layout import KvLayout, kv_layout
+from windtunnel.sim.deployment.lora import lora_bytes
+from windtunnel.sim.deployment.memory_request import MeasuredPool, MemoryRequest, MemorySettings, check_budget, settle
+from windtunnel.sim.deployment.model_spec import ModelSpec, kv_element_bytes
+from windtunnel.sim.deployment.overheads import Overheads, estimate_overheads
+from windtunnel.sim.deployment.weights import Split
+
+OK, UNSAFE, DOES_NOT_START = "ok", "unsafe", "does_not_start"
+VERDICTS = (OK, UNSAFE, DOES_NOT_START)
+
+CONTEXT_BYTES = round(0.51 * GIB)
+"""In use before vLLM begins to measure: total less free in start-up logs of vLLM 0.19 on one H100 (20 of 20)."""
+DISTRIBUTED_CONTEXT_BYTES = round(1.53 * GIB)
+"""The same with several ranks, whose NCCL is set up before: median of 11 start-ups of vLLM 0.19 on H100."""
+RESERVE_BYTES = 150 * 2**20
+"""What vLLM itself keeps back when it suggests a ``--kv-cache-memory`` (``gpu_worker.py``), since its profile can be
+slightly too low; a plan with less left on the card is unsafe."""
+
+
+class Interval(NamedTuple):
+    """Bounds, both included."""
+
+    low: int
+    high: int
+
+
+class StageMemory(NamedTuple):
+    """One GPU of one pipeline stage, in bytes."""
+
+    weights_bytes: int
+    """Parameters and rotary tables."""
+    available_bytes: int
+    """Left for the KV cache; negative where it does not fit."""
+    num_blocks: int
+    """Blocks that it could hold; the smallest stage decides."""
+
+
+class Users(NamedTuple):
+    """How many requests of some length there is memory for."""
+
+    mean_tokens: int
+    bytes_per_user: int
+    """Of one GPU."""
+    ideal: float
+    """If all memory but the weights held keys and values."""
+    real: float
+    """In the pool as it is, one block less (the null block)."""
+    running: int
+    """Those that run at once: max_num_seqs caps them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The pool of one engine and what else is on its GPUs.  Bytes are those of one GPU of the tightest stage."""
+
+    request: MemoryRequest
+    settings: MemorySettings
+    layout: KvLayout
+    overheads: Overheads
+    stages: tuple[StageMemory, ...]
+    source: str
+    """What the pool is from: "formula", "kv_cache_memory_bytes", "num_gpu_blocks_override" or "measured"."""
+    available_kv_cache_bytes: int
+    num_gpu_blocks: int
+    """The null block included, as vLLM counts."""
+    interval_blocks: Interval
+    """In nine starts of ten the blocks lie in it; one number where they were given."""
+
+    # --- the budget
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the card, as the driver reports it."""
+        return self.request.gpu.memory_bytes
+
+    @property
+    def requested_bytes(self) -> int:
+        """gpu_memory_utilization of it, rounded up."""
+        return math.ceil(self.total_bytes * self.settings.gpu_memory_utilization)
+
+    @property
+    def free_bytes(self) -> int:
+        """Free when vLLM starts: as given, or the total less what CUDA's context and NCCL take."""
+        return free_at_start(self.request)
+
+    @property
+    def tightest(self) -> StageMemory:
+        """The stage that decides."""
+        return min(self.stages, key=lambda stage: stage.num_blocks)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Parameters and rotary tables."""
+        return self.tightest.weights_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Peak of the profile run above what stays."""
+        return self.overheads.activation_bytes
+
+    @property
+    def non_torch_bytes(self) -> int:
+        """CUDA libraries, communication buffers."""
+        return self.overheads.non_torch_bytes
+
+    @property
+    def cudagraph_bytes(self) -> int:
+        """CUDA graphs, be they inside the budget or outside."""
+        return self.overheads.cudagraph_bytes
+
+    @property
+    def graphs_inside(self) -> bool:
+        """Whether the release takes them out of the budget."""
+        return self.overheads.cudagraph_inside
+
+    @property
+    def graphs_outside_bytes(self) -> int:
+        """What is captured after the budget is spent."""
+        return 0 if self.graphs_inside else self.cudagraph_bytes
+
+    @property
+    def consumed_bytes(self) -> int:
+        """All of the budget but the KV cache."""
+        return (
+            self.weights_bytes
+            + self.activation_bytes
+            + self.non_torch_bytes
+            + (self.cudagraph_bytes if self.graphs_inside else 0)
+        )
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """What the pool's blocks take on that GPU."""
+        place = self.stages.index(self.tightest)
+        return self.num_gpu_blocks * self.layout.block_bytes[place]
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the pool was given, so that gpu_memory_utilization does not bound it."""
+        return self.source in ("kv_cache_memory_bytes", "num_gpu_blocks_override")
+
+    @property
+    def spent_bytes(self) -> int:
+        """The budget, or what the parts sum up to where the pool was given."""
+        return self.consumed_bytes + self.kv_cache_bytes if self.is_given else self.requested_bytes
+
+    @property
+    def margin_bytes(self) -> int:
+        """Free on the card once the pool is there and the graphs are captured; below 0 it runs out of memory."""
+        return self.free_bytes - self.spent_bytes - self.graphs_outside_bytes
+
+    # --- the pool
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of one GPU, in all layers that keep tokens."""
+        return self.request.model.kv_bytes_per_token(self.request.tensor_parallel_size, self.request.kv_cache_dtype)
+
+    @property
+    def block_size(self) -> int:
+        """vLLM's cache_config.block_size; longer than asked for where states need larger pages."""
+        return self.layout.block_size
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """The figure that this release logs as "GPU KV cache size"."""
+        return self._logged_tokens(self.num_gpu_blocks)
+
+    @property
+    def interval_90(self) -> Interval:
+        """Of ``kv_cache_tokens``."""
+        return Interval(self._logged_tokens(self.interval_blocks.low), self._logged_tokens(self.interval_blocks.high))
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of max_model_len that fit at once: the figure that vLLM logs as "Maximum concurrency"."""
+        return self.layout.max_concurrency(self.num_gpu_blocks, self.settings.max_model_len)
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks that the start-up check leaves out: the null block, since 0.29."""
+        return int(self.request.version.startup_check_reserves_null_block and not self.request.uses_v0_engine)
+
+    @property
+    def max_state_sequences(self) -> int | None:
+        """max_num_seqs cannot be more; None for a model without states."""
+        return self.layout.max_state_sequences(self.num_gpu_blocks)
+
+    @property
+    def num_cpu_blocks(self) -> int | None:
+        """Blocks in host memory that V0 swaps to; None for V1."""
+        if not self.request.uses_v0_engine:
+            return None
+        default = self.request.version.swap_space_gib or 0.0
+        swap = default if self.request.swap_space_gib is None else self.request.swap_space_gib
+        return int(swap * GIB) // max(self.layout.block_bytes)
+
+    @property
+    def equivalent_gpu_memory_utilization(self) -> float | None:
+        """What vLLM logs it to be equivalent to without graphs inside; None where they are outside or not captured."""
+        if not self.graphs_inside or not self.cudagraph_bytes:
+            return None
+        return round(self.settings.gpu_memory_utilization - self.cudagraph_bytes / self.total_bytes, 4)
+
+    @property
+    def suggested_gpu_memory_utilization(self) -> float | None:
+        """What vLLM suggests to have the KV cache of before; None as above."""
+        if not self.graphs_inside or not self.cudagraph_bytes:
+            return None
+        return min(round(self.settings.gpu_memory_utilization + self.cudagraph_bytes / self.total_bytes, 4), 1.0)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Blocks that a request of so many tokens takes, with those that the start-up check leaves out."""
+        return self.layout.blocks_of_request(num_tokens) + self.num_reserved_blocks
+
+    def holds(self, num_blocks: int) -> bool:
+        """Whether a pool of so many blocks passes the start-up check."""
+        return self.blocks_needed(self.settings.max_model_len) <= num_blocks
+
+    def largest_model_len(self) -> int:
+        """The longest max_model_len up to the settings' that fits this pool; 0 if none does."""
+        usable = self.num_gpu_blocks + 1 - self.num_reserved_blocks
+        return self.layout.largest_model_len(usable, self.settings.max_model_len)
+
+    def users(self, mean_tokens: int) -> Users:
+        """How many requests of ``mean_tokens`` (prompt and what was answered) the memory holds at once.
+
+        Raises ValueError for less than one token.
+        """
+        if mean_tokens < 1:
+            raise ValueError(f"mean_tokens must be at least 1, got {mean_tokens}")
+        place = self.stages.index(self.tightest)
+        num_blocks = self.layout.blocks_of_request(mean_tokens)
+        user_bytes = num_blocks * self.layout.block_bytes[place]
+        each = mean_tokens * self.kv_bytes_per_token if not self.layout.is_hybrid else user_bytes
+        if self.request.pipeline_parallel_size > 1:
+            each = user_bytes
+        real = max(self.num_gpu_blocks - 1, 0) / num_blocks
+        ideal = max(self.total_bytes - self.weights_bytes, 0) / each
+        return Users(mean_tokens, each, ideal, real, min(int(real), self.settings.max_num_seqs))
+
+    def _logged_tokens(self, num_blocks: int) -> int:
+        if not self.layout.is_hybrid and not self.request.rules.logs_by_concurrency:
+            return num_blocks * self.block_size
+        return self.layout.logged_tokens(
+            num_blocks, self.settings.max_model_len, by_concurrency=self.request.rules.logs_by_concurrency
+        )
+
+
+def free_at_start(request: MemoryRequest) -> int:
+    """Bytes free on a GPU when vLLM starts: as given, or estimated."""
+    if request.free_memory_bytes is not None:
+        return request.free_memory_bytes
+    context = CONTEXT_BYTES if request.num_gpus == 1 else DISTRIBUTED_CONTEXT_BYTES
+    return request.gpu.memory_bytes - context
+
+
+def make_plan(request: MemoryRequest, *, checks_budget: bool = True) -> MemoryPlan:
+    """The pool as the arithmetic gives it, be it empty or too small.
+
+    Raises ValueError for settings out of range, a split that the model does not allow, an unknown kv_cache_dtype, or
+    (``checks_budget``) a token budget that vLLM refuses; UnsupportedModel for a cache that vLLM itself cannot lay out.
+    """
+    settings = settle(request)
+    if checks_budget:
+        check_budget(request, settings)
+    plan = _plan(request, settings)
+    if not request.fits_length:
+        return plan
+    longest = plan.largest_model_len()
+    return replace(plan, settings=replace(plan.settings, max_model_len=longest)) if longest else plan
+
+
+def _plan(request: MemoryRequest, settings: MemorySettings) -> MemoryPlan:
+    kv_element_bytes(request.model, request.kv_cache_dtype)
+    layout = _layout(request, settings)
+    overheads = _overheads(request, settings)
+    weights = [stage_weights(request, rank) for rank in range(request.pipeline_parallel_size)]
+    budget = math.ceil(request.gpu.memory_bytes * settings.gpu_memory_utilization)
+    others = overheads.activation_bytes + overheads.non_torch_bytes
+    others += overheads.cudagraph_bytes * overheads.cudagraph_inside
+    available = [budget - held - others + request.correction_bytes for held in weights]
+    source, given = _given(request, settings, layout)
+    if given.available is not None:
+        available = [given.available] * len(weights)
+    stages = tuple(
+        StageMemory(held, left, max(left // block, 0) if block else 0)
+        for held, left, block in zip(weights, available, layout.block_bytes, strict=True)
+    )
+    num_blocks = layout.num_blocks(available) if given.num_blocks is None else given.num_blocks
+    interval = Interval(num_blocks, num_blocks)
+    if source == "formula":
+        low, high = overheads.error_bytes
+        interval = Interval(*(layout.num_blocks([left - more for left in available]) for more in (high, low)))
+    tightest = min(stages, key=lambda stage: stage.num_blocks)
+    return MemoryPlan(
+        request, settings, layout, overheads, stages, source, tightest.available_bytes, num_blocks, interval
+    )
+
+
+class _Given(NamedTuple):
+    available: int | None = None
+    num_blocks: int | None = None
+
+
+def _given(request: MemoryRequest, settings: MemorySettings, layout: KvLayout) -> tuple[str, _Given]:
+    """What the pool is from, and what of it is known beforehand."""
+    if request.measured is not None:
+        return "measured", _Given(
+            request.measured.available_bytes, _measured_blocks(request.measured, settings, layout)
+        )
+    if request.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override", _Given(None, request.num_gpu_blocks_override)
+    if request.kv_cache_memory_bytes is not None:
+        return "kv_cache_memory_bytes", _Given(request.kv_cache_memory_bytes)
+    return "formula", _Given()
+
+
+def _measured_blocks(measured: MeasuredPool, settings: MemorySettings, layout: KvLayout) -> int | None:
+    """The blocks that were logged, or those behind the tokens that were; None follows the bytes."""
+    if measured.num_gpu_blocks is not None or measured.kv_cache_tokens is None:
+        return measured.num_gpu_blocks
+    if not layout.is_hybrid:
+        return -(-measured.kv_cache_tokens // layout.block_size)
+    length = measured.max_model_len or settings.max_model_len
+    return -(-measured.kv_cache_tokens * layout.blocks_of_request(length) // length)
+
+
+def stage_weights(request: MemoryRequest, rank: int) -> int:
+    """Bytes of the weights and adapters on a GPU of that pipeline stage, without what stays in host memory."""
+    held = _weights(
+        request.model,
+        request.tensor_parallel_size,
+        request.pipeline_parallel_size,
+        rank,
+        request.data_parallel_size,
+        request.enable_expert_parallel,
+    )
+    on_card = max(held - round(request.cpu_offload_gib * GIB), 0) + request.model.rotary_cache_bytes()
+    return on_card + (_adapters(request, rank) if request.max_loras else 0)
+
+
+def _adapters(request: MemoryRequest, rank: int) -> int:
+    return lora_bytes(
+        request.model,
+        max_loras=request.max_loras,
+        max_lora_rank=request.max_lora_rank,
+        split=Split(request.tensor_parallel_size, request.data_parallel_size, request.enable_expert_parallel),
+        pipeline_parallel_size=request.pipeline_parallel_size,
+        pipeline_rank=rank,
+    )
+
+
+@lru_cache(maxsize=512)
+def _weights(model: ModelSpec, size: int, stages: int, rank: int, replicas: int, expert_parallel: bool) -> int:
+    return model.weight_bytes(
+        size,
+        pipeline_parallel_size=stages,
+        pipeline_rank=rank,
+        data_parallel_size=replicas,
+        expert_parallel=expert_parallel,
+    )
+
+
+def _layout(request: MemoryRequest, settings: MemorySettings) -> KvLayout:
+    return _cached_layout(
+        request.model,
+        request.tensor_parallel_size,
+        request.pipeline_parallel_size,
+        settings.block_size,
+        request.kv_cache_dtype,
+        settings.max_num_batched_tokens,
+        max_concurrent_batches(request),
+        settings.enable_prefix_caching,
+        request.num_speculative_tokens,
+        request.disable_hybrid_kv_cache_manager,
+    )
+
+
+def max_concurrent_batches(request: MemoryRequest) -> int:
+    """Steps whose tokens windows keep: a pipeline's stages, one more with asynchronous scheduling; to 0.25 one."""
+    if not request.rules.counts_batches_in_flight:
+        return 1
+    stages, version = request.pipeline_parallel_size, request.version
+    asynchronous = version.async_scheduling and (stages == 1 or version.async_scheduling_with_pipeline)
+    return stages + int(asynchronous)
+
+
+@lru_cache(maxsize=512)
+def _cached_layout(
+    model: ModelSpec,
+    size: int,
+    stages: int,
+    block_size: int,
+    kv_cache_dtype: str,
+    budget: int,
+    batches: int,
+    caching: bool,
+    num_speculative_tokens: int,
+    disable_hybrid: bool,
+) -> KvLayout:
+    return kv_layout(
+        model,
+        tensor_parallel_size=size,
+        pipeline_parallel_size=stages,
+        block_size=block_size,
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_batched_tokens=budget,
+        max_concurrent_batches=batches,
+        enable_prefix_caching=caching,
+        num_speculative_tokens=num_speculative_tokens,
+        disable_hybrid_kv_cache_manager=disable_hybrid,
+    )
+
+
+def _overheads(request: MemoryRequest, settings: MemorySettings) -> Overheads:
+    sizes: dict[str, Any] = {
+        "tensor_parallel_size": request.tensor_parallel_size,
+        "pipeline_parallel_size": request.pipeline_parallel_size,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_model_len": settings.max_model_len,
+    }
+    return estimate_overheads(
+        request.model,
+        request.gpu,
+        version=request.version,
+        enforce_eager=request.enforce_eager,
+        kv_cache_dtype=request.kv_cache_dtype,
+        **sizes,
+    )

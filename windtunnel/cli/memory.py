@@ -1,0 +1,285 @@
+# ruff: noqa: ARG001 -- the flags are read from the context, all at once
+"""``windtunnel memory``: what gpu_memory_utilization buys, and whether vLLM starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windtunnel.cli.errors import EXIT_INFEASIBLE
+from windtunnel.cli.output import emit, note
+
+if TYPE_CHECKING:
+    from windtunnel.memory import MemoryReport, MemorySweep
+
+_DEPLOYMENT, _ENGINE, _TRUTH, _OUTPUT = "Deployment", "Engine (vLLM's flags)", "A real server", "Output"
+_NOT_SETTINGS = (
+    "mean_tokens",
+    "from_log",
+    "from_metrics",
+    "from_deployment",
+    "correction",
+    "save_correction",
+    "as_json",
+    "explain",
+    "html",
+    "quiet",
+)
+
+
+def _flag(panel: str, *names: str, metavar: str | None = None, help: str) -> Any:  # noqa: A002 -- typer's word
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
+
+
+def memory(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model (windtunnel models), or a config.json."),
+    ] = None,
+    gpu: Annotated[
+        str | None, _flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="GPU, by its name (windtunnel gpus).")
+    ] = None,
+    gpu_memory_gib: Annotated[
+        str | None,
+        _flag(
+            _DEPLOYMENT,
+            "--gpu-memory-gib",
+            metavar="X",
+            help="Total memory in GiB as the driver reports it, in place of the table's or of --gpu.",
+        ),
+    ] = None,
+    free_memory_gib: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--free-memory-gib", metavar="X", help="What is free when vLLM starts, if not all."),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        str | None, _flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs of a stage.")
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        str | None, _flag(_DEPLOYMENT, "--pipeline-parallel-size", "--pp", "-pp", metavar="N", help="Stages.")
+    ] = None,
+    data_parallel_size: Annotated[
+        str | None, _flag(_DEPLOYMENT, "--data-parallel-size", "--dp", "-dp", metavar="N", help="Replicas.")
+    ] = None,
+    enable_expert_parallel: Annotated[
+        bool | None,
+        _flag(
+            _DEPLOYMENT,
+            "--enable-expert-parallel/--no-enable-expert-parallel",
+            "-ep",
+            help="Whole experts on each GPU, instead of a slice of each.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--engine", metavar="vllm-0.N", help="Release of vLLM whose defaults and rules apply."),
+    ] = None,
+    v0: Annotated[
+        bool | None, _flag(_DEPLOYMENT, "--v0", help="The older engine of vLLM 0.8 to 0.10 (VLLM_USE_V1=0).")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        str | None,
+        _flag(_ENGINE, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
+    ] = None,
+    max_model_len: Annotated[
+        str | None, _flag(_ENGINE, "--max-model-len", metavar="N|auto", help="Longest prompt plus output, in tokens.")
+    ] = None,
+    max_num_seqs: Annotated[
+        str | None, _flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        str | None, _flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, _flag(_ENGINE, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
+    ] = None,
+    dtype: Annotated[str | None, _flag(_ENGINE, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
+    block_size: Annotated[str | None, _flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
+    enforce_eager: Annotated[
+        bool | None, _flag(_ENGINE, "--enforce-eager/--no-enforce-eager", help="No CUDA graphs.")
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        _flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
+    ] = None,
+    enable_chunked_prefill: Annotated[
+        bool | None,
+        _flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
+    ] = None,
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool | None,
+        _flag(
+            _ENGINE,
+            "--disable-hybrid-kv-cache-manager/--no-disable-hybrid-kv-cache-manager",
+            help="Keep windows in full beside full attention.",
+        ),
+    ] = None,
+    kv_cache_memory_bytes: Annotated[
+        str | None,
+        _flag(
+            _ENGINE,
+            "--kv-cache-memory-bytes",
+            "--kv-cache-memory",
+            metavar="SIZE",
+            help="Memory for the KV cache, whatever the share: 16GiB, 16GB.",
+        ),
+    ] = None,
+    num_gpu_blocks_override: Annotated[
+        str | None, _flag(_ENGINE, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory.")
+    ] = None,
+    swap_space: Annotated[
+        str | None, _flag(_ENGINE, "--swap-space", metavar="GIB", help="Host memory that V0 swaps to, for each GPU.")
+    ] = None,
+    cpu_offload_gb: Annotated[
+        str | None, _flag(_ENGINE, "--cpu-offload-gb", metavar="GIB", help="Weights that stay in host memory.")
+    ] = None,
+    enable_lora: Annotated[
+        bool | None, _flag(_ENGINE, "--enable-lora/--no-enable-lora", help="Set memory aside for LoRA adapters.")
+    ] = None,
+    max_loras: Annotated[str | None, _flag(_ENGINE, "--max-loras", metavar="N", help="Adapters at once.")] = None,
+    max_lora_rank: Annotated[
+        str | None, _flag(_ENGINE, "--max-lora-rank", metavar="N", help="Their largest rank.")
+    ] = None,
+    usage_context: Annotated[
+        str | None,
+        _flag(_ENGINE, "--usage-context", metavar="api_server|llm_class", help="Whose defaults: serve or class LLM."),
+    ] = None,
+    from_log: Annotated[
+        Path | None,
+        _flag(_TRUTH, "--from-log", metavar="FILE", help="vLLM's log: settings and pool of a real start-up."),
+    ] = None,
+    from_metrics: Annotated[
+        Path | None,
+        _flag(_TRUTH, "--from-metrics", metavar="FILE", help="What a real server's /metrics said of its pool."),
+    ] = None,
+    from_deployment: Annotated[
+        str | None,
+        _flag(
+            _TRUTH,
+            "--from-deployment",
+            metavar="FILE|'vllm serve ...'",
+            help="A command line, compose file, Helm values or manifest: its settings.",
+        ),
+    ] = None,
+    correction: Annotated[
+        Path | None,
+        _flag(_TRUTH, "--correction", metavar="FILE", help="What --save-correction wrote: corrects the formula."),
+    ] = None,
+    save_correction: Annotated[
+        Path | None,
+        _flag(_TRUTH, "--save-correction", metavar="FILE", help="Keep what the real start-up had more, or less."),
+    ] = None,
+    mean_tokens: Annotated[
+        str | None,
+        _flag(_OUTPUT, "--mean-tokens", metavar="N", help="Count users: requests that hold so many tokens each."),
+    ] = None,
+    explain: Annotated[
+        bool, _flag(_OUTPUT, "--explain", help="Every formula with its numbers, every assumption.")
+    ] = False,
+    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print JSON.")] = False,
+    html: Annotated[
+        Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
+    ] = None,
+    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No remarks on stderr.")] = False,
+) -> None:
+    """Plan the memory of a deployment: the KV cache that vLLM finds, whether it starts, and what helps if not.
+
+    Flags have the names, defaults and meaning of vllm serve.  Any of them takes several values: a list (1,2,4) or a
+    range FIRST:LAST:STEP; then every combination is a line of a table.  The exit code is 4 if vLLM would not start.
+
+    \b
+    Examples:
+      windtunnel memory --model llama-3.1-8b --gpu h100
+      windtunnel memory --model qwen3-32b --gpu l40s -tp 2 --max-model-len 32k --explain
+      windtunnel memory --model llama-3.3-70b --gpu h100 -tp 2,4,8 --kv-cache-dtype auto,fp8 --html memory.html
+      windtunnel memory --model llama-3.1-8b --gpu a10g --gpu-memory-utilization 0.80:0.98:0.02
+      windtunnel memory --from-log vllm.log --gpu h100 --save-correction ours.json
+    """
+    settings = {name: value for name, value in ctx.params.items() if name not in _NOT_SETTINGS and value is not None}
+    files = {
+        "from_log": from_log,
+        "from_metrics": from_metrics,
+        "from_deployment": from_deployment,
+        "correction": correction,
+        "mean_tokens": mean_tokens,
+    }
+    _check_outputs(html, save_correction)
+    result = _planned(settings, files)
+    if save_correction is not None:
+        _save(result, save_correction)
+    if html is not None:
+        _write_html(result, html)
+        if not quiet:
+            note(f"wrote {html}")
+    _print(result, as_json=as_json, explain=explain)
+    if result.is_infeasible:
+        raise typer.Exit(EXIT_INFEASIBLE)
+
+
+def _planned(settings: dict[str, Any], files: dict[str, Any]) -> MemoryReport | MemorySweep:
+    from windtunnel.memory import memory_plan, memory_sweep
+    from windtunnel.memory_settings import several
+
+    try:
+        values = {name: several(name, value) for name, value in settings.items()}
+        if all(len(each) == 1 for each in values.values()):
+            return memory_plan(**{name: each[0] for name, each in values.items()}, **files)
+        return memory_sweep(**settings, **files)
+    except ValueError as error:
+        raise _refused(error) from None
+
+
+def _refused(error: ValueError) -> Exception:
+    """A complaint about the settings is one of usage; errors with an exit code of their own keep it."""
+    from windtunnel.cli.errors import EXIT_INTERNAL, exit_code
+
+    return error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error))
+
+
+def _check_outputs(*paths: Path | None) -> None:
+    given = [path for path in paths if path is not None]
+    if given:
+        from windtunnel.rundir import check_can_write_file
+
+        for path in given:
+            check_can_write_file(path)
+
+
+def _save(result: MemoryReport | MemorySweep, path: Path) -> None:
+    from windtunnel.memory import MemorySweep
+    from windtunnel.reports.files import atomic_writer
+    from windtunnel.rundir import to_json, writing
+
+    if isinstance(result, MemorySweep):
+        raise typer.BadParameter(
+            "a correction is that of one start-up: give one value each", param_hint="--save-correction"
+        )
+    try:
+        learnt = result.profile()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--save-correction") from None
+    with writing(path), atomic_writer(path) as file:
+        file.write(to_json(learnt) + "\n")
+
+
+def _write_html(result: MemoryReport | MemorySweep, path: Path) -> None:
+    from windtunnel.rundir import writing
+
+    with writing(path):
+        result.report(path)
+
+
+def _print(result: MemoryReport | MemorySweep, *, as_json: bool, explain: bool) -> None:
+    import json
+
+    from windtunnel.memory import MemoryReport
+
+    if as_json:
+        emit(json.dumps(result.to_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+    elif isinstance(result, MemoryReport):
+        emit(result.text(explain=explain))
+    else:
+        emit(result.text())

@@ -1,0 +1,514 @@
+"""The memory planner for programs: ``memory_plan`` for one deployment, ``memory_sweep`` for what-ifs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windtunnel.memory_inputs import (
+    Found,
+    MemoryInputUnreadable,
+    read_deployment_settings,
+    read_log_settings,
+    read_metrics_settings,
+)
+from windtunnel.memory_settings import (
+    check_names,
+    is_setting,
+    read_mean_tokens,
+    read_setting,
+    request_of,
+    serve_settings,
+    several,
+    shown_value,
+)
+from windtunnel.sim.deployment.gpu import GIB, GpuSpec
+from windtunnel.sim.deployment.memory import JudgedPlan, assumptions_of, plan_memory
+from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE, Users, make_plan
+from windtunnel.sim.deployment.memory_request import MeasuredPool, MemoryRequest
+from windtunnel.sim.deployment.model import ModelSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from windtunnel.reports.memory_text import MemoryRow
+
+MOST_PLANS = 2000
+"""Of one sweep."""
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """One plan with everything that is said about it."""
+
+    judged: JudgedPlan
+    mean_tokens: int | None = None
+    comparison: Mapping[str, tuple[float | None, float]] = field(default_factory=dict)
+    """Where a real start-up was read: for each figure what it had, and what the formula says."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """One of "ok", "unsafe" and "does_not_start"."""
+        return self.judged.verdict
+
+    @property
+    def reason(self) -> str:
+        """Why, in vLLM's words where it does not start."""
+        return self.judged.reason
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether vLLM would not start."""
+        return self.verdict == DOES_NOT_START
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """The figure that vLLM logs as "GPU KV cache size"."""
+        return self.judged.plan.kv_cache_tokens
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Blocks in the pool, the null block included."""
+        return self.judged.plan.num_gpu_blocks
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of max_model_len tokens that fit at once."""
+        return self.judged.plan.max_concurrency
+
+    @property
+    def users(self) -> Users | None:
+        """For requests of ``mean_tokens``, if they were given."""
+        return None if self.mean_tokens is None else self.judged.plan.users(self.mean_tokens)
+
+    @property
+    def recommended(self) -> MemoryRequest:
+        """The request, with the first remedy that is ok (or else starts) where it is not well."""
+        request, remedies = self.judged.plan.request, self.judged.remedies
+        chosen = next((remedy for remedy in remedies if remedy.verdict == OK), remedies[0] if remedies else None)
+        return request if chosen is None else replace(request, **{chosen.flag: chosen.value})
+
+    @property
+    def serve_command(self) -> str:
+        """The ``vllm serve`` line of what is recommended."""
+        from windtunnel.scenarios.deployments.write import serve_command
+
+        request = self.recommended
+        return serve_command(serve_settings(request), version=request.version.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data: what ``windtunnel memory --json`` prints."""
+        plan, request = self.judged.plan, self.judged.plan.request
+        users = self.users
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "cause": self.judged.judgement.cause or None,
+            "kv_cache_tokens": plan.kv_cache_tokens,
+            "num_gpu_blocks": plan.num_gpu_blocks,
+            "max_concurrency": plan.max_concurrency,
+            "available_kv_cache_bytes": plan.available_kv_cache_bytes,
+            "weights_bytes": plan.weights_bytes,
+            "activation_bytes": plan.activation_bytes,
+            "non_torch_bytes": plan.non_torch_bytes,
+            "cudagraph_bytes": plan.cudagraph_bytes,
+            "interval_90": dict(plan.interval_90._asdict()),
+            "assumptions": list(assumptions_of(plan)),
+            "source": plan.source,
+            "cudagraph_inside_budget": plan.graphs_inside,
+            "total_bytes": plan.total_bytes,
+            "free_bytes": plan.free_bytes,
+            "requested_bytes": plan.requested_bytes,
+            "kv_cache_bytes": plan.kv_cache_bytes,
+            "oom_margin_bytes": plan.margin_bytes,
+            "kv_bytes_per_token": plan.kv_bytes_per_token,
+            "block_size": plan.block_size,
+            "max_state_sequences": plan.max_state_sequences,
+            "num_cpu_blocks": plan.num_cpu_blocks,
+            "largest_max_model_len": plan.largest_model_len(),
+            "equivalent_gpu_memory_utilization": plan.equivalent_gpu_memory_utilization,
+            "suggested_gpu_memory_utilization": plan.suggested_gpu_memory_utilization,
+            "is_extrapolated": plan.overheads.is_extrapolated,
+            "stages": [dict(stage._asdict()) for stage in plan.stages],
+            "model": request.model.name,
+            "gpu": request.gpu.name,
+            "num_gpus": request.num_gpus,
+            "engine": request.version.name,
+            "settings": self.settings,
+            "sources": dict(plan.settings.sources),
+            "serve_command": self.serve_command,
+            "remedies": [dict(remedy._asdict()) for remedy in self.judged.remedies],
+            "users": None if users is None else dict(users._asdict()),
+            "comparison": {
+                name: {"measured": measured, "formula": formula}
+                for name, (measured, formula) in self.comparison.items()
+            },
+            "notes": list(self.notes),
+        }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the plan is made with, by vLLM's names."""
+        settings, request = self.judged.plan.settings, self.judged.plan.request
+        return {
+            "tensor_parallel_size": request.tensor_parallel_size,
+            "pipeline_parallel_size": request.pipeline_parallel_size,
+            "data_parallel_size": request.data_parallel_size,
+            "enable_expert_parallel": request.enable_expert_parallel,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "max_model_len": settings.max_model_len,
+            "max_num_seqs": settings.max_num_seqs,
+            "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "kv_cache_dtype": request.kv_cache_dtype,
+            "block_size": settings.block_size,
+            "enable_prefix_caching": settings.enable_prefix_caching,
+            "enforce_eager": request.enforce_eager,
+            "kv_cache_memory_bytes": request.kv_cache_memory_bytes,
+            "num_gpu_blocks_override": request.num_gpu_blocks_override,
+            "dtype": request.model.dtype,
+            "usage_context": request.usage_context,
+        }
+
+    def text(self, *, explain: bool = False) -> str:
+        """The plan as a table with its verdict and remedies; with ``explain`` every formula with its numbers."""
+        from windtunnel.reports.memory_text import explanation, plan_text
+
+        row = self.row
+        return plan_text(row) + (f"\n{explanation(row)}" if explain else "")
+
+    def report(self, path: str | Path) -> None:
+        """Write one self-contained HTML file with the waterfall.  Raises OSError if it cannot be written."""
+        from windtunnel.reports.memory_html import write_plan_html
+
+        write_plan_html(path, self.row, version=_version())
+
+    def profile(self) -> dict[str, Any]:
+        """What a real start-up teaches about this deployment, for ``correction=`` of later plans.
+
+        Raises ValueError if none was read.
+        """
+        if "available_kv_cache_bytes" not in self.comparison:
+            raise ValueError("there is no measured KV cache to learn from: give a log that tells the available memory")
+        measured, formula = self.comparison["available_kv_cache_bytes"]
+        request = self.judged.plan.request
+        assert measured is not None, "only measured figures are compared"
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "correction_bytes": round(measured - formula),
+            "model": request.model.name,
+            "gpu": request.gpu.name,
+            "engine": request.version.name,
+            "source": request.measured.source if request.measured else "",
+        }
+
+    @property
+    def row(self) -> MemoryRow:
+        """What reports are made of."""
+        from windtunnel.reports.memory_text import MemoryRow
+
+        judged = self.judged
+        command = "" if self.is_infeasible and not judged.remedies else self.serve_command
+        return MemoryRow(judged, assumptions_of(judged.plan), self.users, self.comparison, self.notes, command)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """One combination of a sweep: a report, or why the settings contradict each other."""
+
+    values: Mapping[str, Any]
+    report: MemoryReport | None
+    error: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """That of the plan; "does_not_start" for settings that contradict each other."""
+        return self.report.verdict if self.report else DOES_NOT_START
+
+    def to_dict(self) -> dict[str, Any]:
+        """The point as plain data."""
+        if self.report is None:
+            return {**self.values, "verdict": self.verdict, "reason": self.error}
+        full = self.report.to_dict()
+        users = full["users"]
+        return {
+            **self.values,
+            **{key: full[key] for key in _POINT_KEYS},
+            "real_users": None if users is None else users["real"],
+        }
+
+
+_POINT_KEYS = (
+    "verdict",
+    "reason",
+    "kv_cache_tokens",
+    "num_gpu_blocks",
+    "max_concurrency",
+    "available_kv_cache_bytes",
+    "oom_margin_bytes",
+    "interval_90",
+    "num_gpus",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySweep:
+    """Plans along one or more settings."""
+
+    axes: tuple[str, ...]
+    """The settings that vary, in the order in which they were given."""
+    points: tuple[SweepPoint, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row a point."""
+        import pandas as pd
+
+        return pd.DataFrame([point.to_dict() for point in self.points])
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether no point starts."""
+        return all(point.verdict == DOES_NOT_START for point in self.points)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data: what ``windtunnel memory --json`` prints for several values."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "axes": list(self.axes),
+            "points": [point.to_dict() for point in self.points],
+            "notes": list(self.notes),
+        }
+
+    def text(self) -> str:
+        """A table of KV tokens, concurrency, margin and verdict."""
+        from windtunnel.reports.memory_text import sweep_text
+
+        return sweep_text(self.axes, [point.to_dict() for point in self.points], self.notes)
+
+    def report(self, path: str | Path) -> None:
+        """Write one self-contained HTML file with the figures.  Raises OSError if it cannot be written."""
+        from windtunnel.reports.memory_html import write_sweep_html
+
+        best = self._best()
+        points = [point.to_dict() for point in self.points]
+        write_sweep_html(path, self.axes, points, best, self.notes, version=_version())
+
+    def _best(self) -> MemoryRow | None:
+        """The largest pool that is ok, else that is unsafe."""
+        for verdict in (OK, UNSAFE):
+            reports = [point.report for point in self.points if point.report and point.verdict == verdict]
+            if reports:
+                return max(reports, key=lambda report: report.kv_cache_tokens).row
+        return None
+
+
+# --- asking
+
+
+def memory_plan(
+    model: str | ModelSpec | None = None,
+    gpu: str | GpuSpec | None = None,
+    *,
+    engine: str | None = None,
+    gpu_memory_gib: float | str | None = None,
+    mean_tokens: int | str | None = None,
+    from_log: str | Path | None = None,
+    from_metrics: str | Path | None = None,
+    from_deployment: str | Path | None = None,
+    correction: str | Path | Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> MemoryReport:
+    """The KV cache that vLLM finds for a model on a GPU, whether it starts, and what would help if not.
+
+    ``model`` is a bundled name or the path of a ``config.json``, ``gpu`` a name (or ``gpu_memory_gib`` the total that
+    its driver reports).  ``settings`` have vLLM's names: tensor_parallel_size, gpu_memory_utilization, max_model_len
+    (also "auto"), max_num_seqs, max_num_batched_tokens, kv_cache_dtype, ...; numbers may be text as on its command
+    line ("16k", "16GiB").  What is None is vLLM's default of the release ``engine``, "vllm-0.32" if None.
+
+    ``from_log`` (what vLLM printed), ``from_metrics`` (its /metrics) and ``from_deployment`` (a command line, compose
+    file, Helm values) fill in what is not given; a pool that was measured overrides the formula as long as no setting
+    differs from the server's, and corrects it else.  ``correction`` is what ``MemoryReport.profile`` gave, or its file.
+
+    Raises ValueError for settings that are unknown, out of range or contradict each other; MemoryInputUnreadable for
+    files; UnsupportedModel.
+    """
+    asked = _Asked.of(
+        {"model": model, "gpu": gpu, "engine": engine, "gpu_memory_gib": gpu_memory_gib, **settings},
+        from_log=from_log,
+        from_metrics=from_metrics,
+        from_deployment=from_deployment,
+        correction=correction,
+    )
+    return asked.report(read_mean_tokens(mean_tokens))
+
+
+def memory_sweep(
+    model: str | ModelSpec | Sequence[str] | None = None,
+    gpu: str | GpuSpec | Sequence[str] | None = None,
+    *,
+    engine: str | Sequence[str] | None = None,
+    gpu_memory_gib: Any = None,
+    mean_tokens: int | str | None = None,
+    from_log: str | Path | None = None,
+    from_metrics: str | Path | None = None,
+    from_deployment: str | Path | None = None,
+    correction: str | Path | Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> MemorySweep:
+    """``memory_plan`` for every combination of the settings that have several values.
+
+    Several values are a sequence, or text such as "0.80:0.98:0.02" (first, last, step) or "auto,fp8".
+
+    Raises ValueError as ``memory_plan`` does for what no combination can mend, and for more than 2,000 combinations.
+    """
+    given = {"model": model, "gpu": gpu, "engine": engine, "gpu_memory_gib": gpu_memory_gib, **settings}
+    check_names(given)
+    values = {name: several(name, value) for name, value in given.items() if value is not None}
+    axes = tuple(name for name, each in values.items() if len(each) > 1)
+    if math.prod(len(each) for each in values.values()) > MOST_PLANS:
+        raise ValueError(
+            f"{math.prod(len(each) for each in values.values()):,} combinations of {', '.join(axes)} are more than "
+            f"{MOST_PLANS:,}: take longer steps or fewer values"
+        )
+    files: dict[str, Any] = {
+        "from_log": from_log,
+        "from_metrics": from_metrics,
+        "from_deployment": from_deployment,
+        "correction": correction,
+    }
+    tokens = read_mean_tokens(mean_tokens)
+    points = []
+    for combination in product(*values.values()):
+        chosen = dict(zip(values, combination, strict=True))
+        shown = {name: shown_value(chosen[name]) for name in axes}
+        try:
+            asked = _Asked.of(chosen, **files)
+            points.append(SweepPoint(shown, asked.report(tokens, with_remedies=False)))
+        except MemoryInputUnreadable:
+            raise
+        except ValueError as error:
+            points.append(SweepPoint(shown, None, str(error)))
+    if all(point.report is None for point in points):
+        raise ValueError(points[0].error)
+    notes = next(point.report.notes for point in points if point.report)
+    return MemorySweep(axes, tuple(points), notes)
+
+
+# --- from what was given to a request
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request, and what was read beside it."""
+
+    request: MemoryRequest
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Figures of a real start-up, by the names of the plan."""
+    is_as_measured: bool = False
+    notes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(
+        given: Mapping[str, Any],
+        *,
+        from_log: str | Path | None = None,
+        from_metrics: str | Path | None = None,
+        from_deployment: str | Path | None = None,
+        correction: str | Path | Mapping[str, Any] | None = None,
+    ) -> _Asked:
+        check_names(given)
+        if from_log is not None and from_metrics is not None:
+            raise ValueError("--from-log and --from-metrics both tell the pool: give one of them")
+        found = Found()
+        if from_deployment is not None:
+            found = found.under(read_deployment_settings(from_deployment))
+        if from_log is not None:
+            found = found.under(read_log_settings(from_log))
+        if from_metrics is not None:
+            found = found.under(read_metrics_settings(from_metrics))
+        own = {name: value for name, value in given.items() if value is not None}
+        request, notes = request_of({**found.settings, **own})
+        differs = _differences(found.settings, own)
+        if correction is not None:
+            if found.measured is not None:
+                raise ValueError("a correction and a measured pool exclude each other: give one of them")
+            learnt = _correction(correction)
+            notes += _mismatches(learnt, request)
+            request = replace(request, correction_bytes=learnt["correction_bytes"])
+        if found.measured is None:
+            return _Asked(request, notes=(*found.notes, *notes))
+        if not differs:
+            return _Asked(replace(request, measured=found.measured), found.facts, True, (*found.notes, *notes))
+        as_it_was, _ = request_of({**own, **found.settings})
+        gap = _gap(as_it_was, found.measured)
+        told = (
+            f"Not as the measured server had it: {', '.join(differs)}.  The formula is used, corrected by "
+            f"{gap / GIB:+.2f} GiB, by which that server's KV cache differed from it."
+        )
+        return _Asked(replace(request, correction_bytes=gap), {}, False, (*found.notes, *notes, told))
+
+    def report(self, mean_tokens: int | None, *, with_remedies: bool = True) -> MemoryReport:
+        judged = plan_memory(self.request, with_remedies=with_remedies)
+        comparison = {}
+        if self.is_as_measured:
+            formula = make_plan(replace(self.request, measured=None))
+            comparison = {
+                name: (float(value), float(getattr(formula, name)))
+                for name, value in self.facts.items()
+                if value is not None
+            }
+        return MemoryReport(judged, mean_tokens, comparison, self.notes)
+
+
+def _gap(as_it_was: MemoryRequest, measured: MeasuredPool) -> int:
+    """Bytes that the measured server had more for its KV cache than the formula says."""
+    formula = make_plan(as_it_was)
+    real = make_plan(replace(as_it_was, measured=measured))
+    if measured.available_bytes is not None:
+        return measured.available_bytes - formula.available_kv_cache_bytes
+    return real.kv_cache_bytes - formula.kv_cache_bytes
+
+
+def _differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Settings that were given otherwise than the server had them."""
+    both = (name for name in own if name in found and is_setting(name))
+    return [name for name in both if read_setting(name, own[name]) != read_setting(name, found[name])]
+
+
+def _correction(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """What ``MemoryReport.profile`` gave, or its file."""
+    content: Any = given
+    if not isinstance(given, Mapping):
+        try:
+            content = json.loads(Path(given).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise MemoryInputUnreadable(f"{given}: {error.strerror}") from None
+        except ValueError as error:
+            raise MemoryInputUnreadable(f"{given}: not valid JSON ({error})") from None
+    value = content.get("correction_bytes") if isinstance(content, Mapping) else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise MemoryInputUnreadable(f"{given}: lacks the whole number 'correction_bytes' (--save-correction writes it)")
+    found: Mapping[str, Any] = content
+    return found
+
+
+def _mismatches(learnt: Mapping[str, Any], request: MemoryRequest) -> tuple[str, ...]:
+    """What the correction was learnt on, where it is not what is planned."""
+    planned = {"model": request.model.name, "gpu": request.gpu.name, "engine": request.version.name}
+    differ = [f"{key} {learnt[key]}" for key, name in planned.items() if learnt.get(key) not in (None, name)]
+    return (f"The correction was learnt with {', '.join(differ)}.",) if differ else ()
+
+
+def _version() -> str:
+    from windtunnel import __version__
+
+    return __version__

@@ -1,0 +1,287 @@
+"""Settings of a memory plan as people write them, and the request they make."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from windtunnel.scenarios.units import parse_count, parse_size_bytes
+from windtunnel.sim.deployment.engine_args import ENGINE, check_gpu_memory_utilization
+from windtunnel.sim.deployment.gpu import GIB, GpuSpec, bundled_gpus, load_gpu
+from windtunnel.sim.deployment.memory_request import FIT, MemoryRequest
+from windtunnel.sim.deployment.model import ModelSpec, load_model
+from windtunnel.sim.deployment.model_spec import DTYPE_BYTES
+from windtunnel.sim.deployment.versions import profile
+
+MOST_VALUES = 500
+"""Of one setting in a sweep."""
+
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
+def request_of(settings: Mapping[str, Any]) -> tuple[MemoryRequest, tuple[str, ...]]:
+    """The request, and what had to be taken for what."""
+    notes: list[str] = []
+    model = _model(settings.get("model"), settings.get("dtype"))
+    gpu = _gpu(settings.get("gpu"), settings.get("gpu_memory_gib"), notes)
+    version = profile(str(settings.get("engine") or ENGINE))
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in _READERS:
+            values[_FIELD_OF.get(name, name)] = read_setting(name, value)
+    if values.pop("enable_lora", None):
+        values.setdefault("max_loras", 1)
+    elif values.pop("max_loras", None) is not None or "max_lora_rank" in values:
+        raise ValueError("--max-loras and --max-lora-rank have no effect without --enable-lora: give it, too")
+    free = values.pop("free_memory_gib", None)
+    if free is not None:
+        values["free_memory_bytes"] = round(free * GIB)
+    return MemoryRequest(model, gpu, version, **values), tuple(notes)
+
+
+def _model(given: str | ModelSpec | None, dtype: str | None) -> ModelSpec:
+    if given is None:
+        raise ValueError("no model: give --model NAME (windtunnel models lists them) or the path of a config.json")
+    model = given if isinstance(given, ModelSpec) else load_model(given)
+    wanted = _DTYPE_ALIASES.get(dtype or "auto", dtype or "auto")
+    if wanted == "auto":
+        return model
+    if wanted not in DTYPE_BYTES:
+        known = ", ".join(("auto", *DTYPE_BYTES, *_DTYPE_ALIASES))
+        raise ValueError(f"--dtype: {dtype!r} must be one of {known}")
+    return replace(model, dtype=wanted)
+
+
+def _gpu(given: str | GpuSpec | None, memory_gib: Any, notes: list[str]) -> GpuSpec:
+    if given is None and memory_gib is None:
+        raise ValueError("no GPU: give --gpu NAME (windtunnel gpus lists them) or --gpu-memory-gib")
+    if memory_gib is None:
+        return given if isinstance(given, GpuSpec) else load_gpu(str(given))
+    total = round(_read_gib("gpu_memory_gib", memory_gib) * GIB)
+    if total < GIB:
+        raise ValueError(f"--gpu-memory-gib: {memory_gib!r} must be at least 1 GiB")
+    if given is not None:
+        known = given if isinstance(given, GpuSpec) else load_gpu(str(given))
+        return replace(known, memory_bytes=total, memory_source="given")
+    near = min(map(load_gpu, bundled_gpus()), key=lambda gpu: abs(gpu.memory_bytes - total))
+    notes.append(f"The GPU has no name; what is not its memory is taken as that of {near.name}.")
+    return replace(near, name=f"GPU with {total / GIB:.2f} GiB", memory_bytes=total, memory_source="given", aliases=())
+
+
+def _read_gib(name: str, value: Any) -> float:
+    try:
+        return _gib(value)
+    except ValueError as error:
+        raise ValueError(f"{_flag(name)}: {value!r} {error}") from None
+
+
+def serve_settings(request: MemoryRequest) -> dict[str, Any]:
+    """Settings that are not vLLM's defaults, for a command line."""
+    names = (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "enable_expert_parallel",
+        "gpu_memory_utilization",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "kv_cache_dtype",
+        "block_size",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "enforce_eager",
+        "kv_cache_memory_bytes",
+        "num_gpu_blocks_override",
+    )
+    written = {"model": request.model.name, **{name: getattr(request, name) for name in names}}
+    if request.max_loras:
+        written |= {"enable_lora": True, "max_loras": request.max_loras, "max_lora_rank": request.max_lora_rank}
+    return written
+
+
+def is_setting(name: str) -> bool:
+    """Whether it is a setting of the request, beside model, GPU and release."""
+    return name in _READERS
+
+
+def several(name: str, value: Any) -> list[Any]:
+    """The values of a setting: a sequence, a range "first:last:step", a list "a,b", or just one.
+
+    Raises ValueError for a range that is none.
+    """
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
+    if not isinstance(value, str) or name in _ONE_TEXT:
+        return [value]
+    values: list[Any] = []
+    for part in value.split(","):
+        values += _range(name, part.strip()) if part.count(":") == 2 else [_plain_number(name, part.strip())]
+    if any(part == "" for part in values):
+        raise ValueError(f"{_flag(name)}: {value!r} holds an empty value")
+    if len(values) > MOST_VALUES:
+        raise ValueError(f"{_flag(name)}: {value!r} are {len(values):,} values, more than {MOST_VALUES}")
+    return list(dict.fromkeys(values))
+
+
+_ONE_TEXT = ("model",)
+
+
+def _plain_number(name: str, text: str) -> Any:
+    """A number as such, so that it has a place on an axis; anything else stays text for its reader to judge."""
+    try:
+        if name in _COUNTS:
+            return parse_count(text)
+        return float(text) if name in _NUMBERS else text
+    except ValueError:
+        return text
+
+
+def _range(name: str, text: str) -> list[Any]:
+    """``0.80:0.98:0.02``, the last value included."""
+    is_count = name in _COUNTS
+    try:
+        first, last, step = (Decimal(parse_count(part)) if is_count else Decimal(part) for part in text.split(":"))
+    except (ValueError, InvalidOperation):
+        raise ValueError(
+            f"{_flag(name)}: {text!r} must be a range FIRST:LAST:STEP of numbers, such as 0.80:0.98:0.02"
+        ) from None
+    if step <= 0 or last < first:
+        raise ValueError(f"{_flag(name)}: the range {text!r} must go up: FIRST at most LAST, and STEP above 0")
+    number = int((last - first) / step) + 1
+    if number > MOST_VALUES:
+        raise ValueError(f"{_flag(name)}: the range {text!r} has {number:,} values, more than {MOST_VALUES}")
+    values = [first + step * place for place in range(number)]
+    return [int(value) for value in values] if is_count else [float(value) for value in values]
+
+
+# --- settings from text
+
+
+def _share(value: Any) -> float:
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        raise ValueError("must be a share in (0, 1], such as 0.9") from None
+    check_gpu_memory_utilization(share)
+    return share
+
+
+def _gib(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        try:
+            size = parse_size_bytes(str(value))
+        except ValueError:
+            raise ValueError("must be a number of GiB (2^30 bytes), without a unit") from None
+        raise ValueError(
+            f"must be a number of GiB (2^30 bytes), without a unit: {value} is {size / GIB:.2f} GiB"
+        ) from None
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError("must be a number of GiB of at least 0")
+    return number
+
+
+def _length(value: Any) -> int:
+    if str(value).strip().casefold() in ("auto", "-1"):
+        return FIT
+    return _at_least_one(value)
+
+
+def _at_least_one(value: Any) -> int:
+    number = parse_count(value)
+    if number < 1:
+        raise ValueError("must be at least 1")
+    return number
+
+
+def _switch(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).casefold() in ("true", "false"):
+        return str(value).casefold() == "true"
+    raise ValueError("must be true or false")
+
+
+def _choice(value: Any) -> str:
+    return str(value)
+
+
+_COUNTS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_gpu_blocks_override",
+    "max_loras",
+    "max_lora_rank",
+)
+_NUMBERS = ("gpu_memory_utilization", "free_memory_gib", "gpu_memory_gib", "cpu_offload_gb", "swap_space")
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(_COUNTS, _at_least_one),
+    "max_model_len": _length,
+    "gpu_memory_utilization": _share,
+    "kv_cache_dtype": _choice,
+    "enable_expert_parallel": _switch,
+    "enable_chunked_prefill": _switch,
+    "enable_prefix_caching": _switch,
+    "enforce_eager": _switch,
+    "disable_hybrid_kv_cache_manager": _switch,
+    "kv_cache_memory_bytes": parse_size_bytes,
+    "swap_space": _gib,
+    "cpu_offload_gb": _gib,
+    "usage_context": _choice,
+    "free_memory_gib": _gib,
+    "v0": _switch,
+    "num_speculative_tokens": parse_count,
+    "enable_lora": _switch,
+    "allows_long_max_model_len": _switch,
+}
+_FIELD_OF = {"swap_space": "swap_space_gib", "cpu_offload_gb": "cpu_offload_gib", "v0": "uses_v0_engine"}
+_OTHERS = ("model", "gpu", "engine", "gpu_memory_gib", "dtype")
+
+
+def check_names(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that is no setting."""
+    known = (*_OTHERS, *_READERS)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"unknown setting {name!r} ({hint})")
+
+
+def read_setting(name: str, value: Any) -> Any:
+    """The value of a setting, from text or as it is; ValueError names the flag and the value."""
+    try:
+        return _READERS[name](value)
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(name) else f"{_flag(name)}: {value!r} {text}") from None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def read_mean_tokens(value: int | str | None) -> int | None:
+    """Tokens of a request; None stays None."""
+    if value is None:
+        return None
+    try:
+        return _at_least_one(value)
+    except ValueError as error:
+        raise ValueError(f"--mean-tokens: {value!r} {error}") from None
+
+
+def shown_value(value: Any) -> Any:
+    """A value of a sweep as it is shown."""
+    return value.name if isinstance(value, ModelSpec | GpuSpec) else value
