@@ -52,8 +52,11 @@ def _page(evaluations: Sequence[Evaluation], unusable: dict[int, str], num_rows:
     yield from page.page_head("KV cache of real start-ups, planned", skip_to="table")
     yield "<header><h1>The memory planner beside real start-ups of vLLM</h1>"
     yield f'<p class="what">windtunnel {__version__}</p></header><main>'
+    own = [evaluation for evaluation in evaluations if not evaluation.weights_logged]
     told = [
         f"Asked for was: {TARGET}.",
+        f"In {len(evaluations) - len(own)} of them the weights are those that the log states, because the checkpoint's "
+        f"config is not at hand (quantised variants). Where they are counted from a config: {_in_all(own)}.",
         f"{num_rows} start-ups from public logs; {len(evaluations)} say enough, of {len(families)} families of models. "
         "Each was predicted by constants fitted without its family; which terms there are was read in vLLM's source, "
         "in view of all of them.",
@@ -102,7 +105,7 @@ def _worst(evaluation: Evaluation) -> tuple[str, ...]:
         page.cell(f"{evaluation.predicted:,.0f}", "number"),
         page.cell(f"{100 * evaluation.error:+.2f} %", "number"),
         page.cell("yes" if evaluation.covered else "no"),
-        page.cell(evaluation.source),
+        page.cell(evaluation.source[:90], "words"),
     )
 
 
