@@ -724,3 +724,35 @@ def test_a_simulation_says_why_it_cannot_price_a_model_whose_memory_it_can_plan(
     message = refused(lambda: wt.simulate("chat-8b-h100", model="qwen3.5-35b-a3b", gpu="h200"))
     assert "cannot derive step times" in message
     assert "its memory can be planned" in message
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--gpu-memory-utilization", "nan:1:0.1"],
+        ["--gpu-memory-utilization", "0.8:0.9:nan"],
+        ["--gpu-memory-utilization", "0.5:inf:0.1"],
+        ["--gpu-memory-utilization", "0:1e999999999:1e-999999"],
+        ["--gpu-memory-gib", "1:nan:3"],
+        ["--gpu-memory-gib", "1e300"],
+        ["--gpu-memory-gib", "85899345920"],
+        ["--cpu-offload-gb", "1e300"],
+        ["--engine", "vllm-0.8", "--v0", "--swap-space", "1e300"],
+    ],
+)
+def test_numbers_that_no_card_has_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "--model", "llama-3.1-8b", "--gpu", "h100", *flags]) == 2
+    assert "bug in windtunnel" not in capsys.readouterr().err
+
+
+def test_no_output_takes_the_place_of_what_it_is_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("vllm.log").write_text("INFO GPU KV cache size: 42,656 tokens\n")
+    before = Path("vllm.log").read_text()
+    arguments = ["memory", "--model", "llama-3.1-8b", "--gpu", "h100", "--from-log", "vllm.log"]
+    assert main([*arguments, "--save-correction", "vllm.log"]) == 2
+    assert main([*arguments, "--html", "x", "--save-correction", "x"]) == 2
+    assert "name" in capsys.readouterr().err
+    assert Path("vllm.log").read_text() == before

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 from windtunnel.scenarios.units import parse_count, parse_size_bytes
@@ -141,12 +141,18 @@ def _plain_number(name: str, text: str) -> Any:
         return text
 
 
+MOST = 10**9
+"""No number of a range is larger, and no step smaller than its inverse."""
+
+
 def _range(name: str, text: str) -> list[Any]:
     """``0.80:0.98:0.02``, the last value included."""
     is_count = name in _COUNTS
     try:
         first, last, step = (Decimal(parse_count(part)) if is_count else Decimal(part) for part in text.split(":"))
-    except (ValueError, InvalidOperation):
+        if not all(-MOST <= number <= MOST for number in (first, last, step)) or 0 < step < 1 / MOST:
+            raise ValueError("no end, or no number")
+    except (ValueError, ArithmeticError):
         raise ValueError(
             f"{_flag(name)}: {text!r} must be a range FIRST:LAST:STEP of numbers, such as 0.80:0.98:0.02"
         ) from None
@@ -171,7 +177,18 @@ def _share(value: Any) -> float:
     return share
 
 
+MOST_GIB = 16_384.0
+"""No device has more; larger numbers are bytes or MiB that somebody took for GiB."""
+
+
 def _gib(value: Any) -> float:
+    number = _gib_of(value)
+    if number > MOST_GIB:
+        raise ValueError(f"must be at most {MOST_GIB:,.0f} GiB (it is a number of GiB)")
+    return number
+
+
+def _gib_of(value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):

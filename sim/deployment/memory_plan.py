@@ -250,8 +250,8 @@ class MemoryPlan:
         each = mean_tokens * self.kv_bytes_per_token if not self.layout.is_hybrid else user_bytes
         if self.request.pipeline_parallel_size > 1:
             each = user_bytes
-        real = max(self.num_gpu_blocks - 1, 0) / num_blocks
-        ideal = max(self.total_bytes - self.weights_bytes, 0) / each
+        real = max(self.num_gpu_blocks - 1, 0) / max(num_blocks, 1)
+        ideal = max(self.total_bytes - self.weights_bytes, 0) / max(each, 1)
         return Users(mean_tokens, each, ideal, real, min(int(real), self.settings.max_num_seqs))
 
     def _logged_tokens(self, num_blocks: int) -> int:

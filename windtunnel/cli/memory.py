@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -206,7 +207,7 @@ def memory(
         "correction": correction,
         "mean_tokens": mean_tokens,
     }
-    _check_outputs(html, save_correction)
+    _check_outputs((html, save_correction), (model, from_log, from_metrics, from_deployment))
     result = _planned(settings, files)
     if save_correction is not None:
         _save(result, save_correction)
@@ -239,13 +240,19 @@ def _refused(error: ValueError) -> Exception:
     return error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error))
 
 
-def _check_outputs(*paths: Path | None) -> None:
+def _check_outputs(paths: Sequence[Path | None], inputs: Sequence[Any]) -> None:
     given = [path for path in paths if path is not None]
-    if given:
-        from windtunnel.rundir import check_can_write_file
+    if not given:
+        return
+    from windtunnel.rundir import check_can_write_file
 
-        for path in given:
-            check_can_write_file(path)
+    read = {Path(str(source)).resolve() for source in inputs if source is not None and len(str(source)) < 1000}
+    for path in given:
+        check_can_write_file(path)
+        if path.resolve() in read:
+            raise typer.BadParameter(f"{path} is read for this plan: name another file to write to")
+    if len({path.resolve() for path in given}) < len(given):
+        raise typer.BadParameter(f"--html and --save-correction both name {given[0]}: give them different names")
 
 
 def _save(result: MemoryReport | MemorySweep, path: Path) -> None:
