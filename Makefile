@@ -27,11 +27,11 @@ $(VENV)/.base: pyproject.toml constraints/cpu.txt | $(VENV)/.python
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(PIP_INSTALL) --editable '.[test]'
+	$(PIP_INSTALL) --editable '.[executor,server,test]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.base
-	$(PIP_INSTALL) --editable '.[test,lint]'
+	$(PIP_INSTALL) --editable '.[executor,server,test,lint]'
 	@touch $@
 
 demo: $(VENV)/.base

@@ -12,6 +12,7 @@ from strategies import scheduler_configs, workloads
 
 from windtunnel.sim.cost.constant import AffineCost, ConstantCost
 from windtunnel.sim.engine.config import SchedulerConfig
+from windtunnel.sim.engine.per_request import PerRequestScheduler
 from windtunnel.sim.engine.plan import StepPlan, StepResult
 from windtunnel.sim.engine.request import Request, Status
 from windtunnel.sim.engine.scheduler import Scheduler
@@ -49,6 +50,43 @@ def test_blocks_are_conserved_and_held_as_often_as_they_are_listed(data: st.Data
     assert scheduler.pool.num_free == config.num_usable_blocks
     assert not scheduler.running
     assert not len(scheduler.waiting)
+
+
+@given(st.data())
+def test_an_answer_that_a_sampler_ends_leaves_the_same_decisions_as_one_of_known_length(data: st.DataObject) -> None:
+    config = data.draw(scheduler_configs(async_scheduling=data.draw(st.booleans())))
+    kind = data.draw(st.sampled_from([Scheduler, PerRequestScheduler]))
+    work = data.draw(workloads(config))
+    lengths = dict(enumerate(work.num_output_tokens.tolist()))
+    known = decisions(kind(config), requests_of(work), {})
+    unknown = requests_of(work)
+    for request in unknown:
+        request.num_output_tokens = request.max_tokens
+    assert decisions(kind(config), unknown, lengths) == known
+
+
+def decisions(scheduler: Scheduler, waiting: list[Request], lengths: dict[int, int]) -> list[object]:
+    """What 150 decisions came to, if answers end after these lengths as soon as their last token is seen."""
+    log: list[object] = []
+    under_way: list[tuple[StepPlan, list[Request]]] = []
+    for now in range(150):
+        while waiting and waiting[0].arrival_ns <= now * 20_000_000:
+            scheduler.add(waiting.pop(0))
+        plan = scheduler.schedule(now)
+        scheduled = {} if plan.is_empty else scheduler.scheduled_tokens(plan)
+        unfinished = {chunk.request for chunk in plan.chunks if not chunk.samples}
+        if not plan.is_empty:
+            under_way.append((plan, [request for request in scheduled if request not in unfinished]))
+        log.append(({r.request_id: (n, tuple(r.block_ids)) for r, n in scheduled.items()}, plan.shape))
+        log.append([(p.request.request_id, p.num_computed_tokens) for p in plan.preemptions])
+        if under_way and (plan.is_empty or len(under_way) == scheduler.max_steps_under_way):
+            oldest, yields = under_way.pop(0)
+            for request in yields:
+                num_tokens = scheduler.num_emitted_tokens(request) + 1
+                if request.status <= Status.PREEMPTED and num_tokens == lengths.get(int(request.request_id)):
+                    scheduler.end_after(request, num_tokens)
+            log.append([request.request_id for request in scheduler.commit(oldest, now)])
+    return [*log, scheduler.pool.free_queue()]
 
 
 def requests_of(work: Workload) -> list[Request]:

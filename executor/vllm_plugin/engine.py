@@ -40,10 +40,6 @@ class LiveEngine(PerRequestScheduler):
         most = self.config.max_num_active_seqs or self.config.max_num_seqs
         self._max_running = most if is_allowed else 0
 
-    def end_after(self, request: Request, num_output_tokens: int) -> None:
-        """The answer turned out to be complete with that token; the commit that books it finishes the request."""
-        request.stop_after = num_output_tokens
-
     def propose(self, request: Request, num_drafts: int) -> bool:
         """The drafter proposes tokens that the next step may verify; False if the request still computes chunks."""
         progress = self._progress[request]

@@ -81,6 +81,12 @@ class DecodeSet:
         request.decoding = False
         request.base += self.clock
 
+    def finish_at(self, request: Request, finish_clock: int) -> None:
+        """A member's last token turns out to come with the step before ``finish_clock``."""
+        _strike(self._finishes, request.finish_clock, request)
+        request.finish_clock = finish_clock
+        self._finishes.setdefault(finish_clock, {})[request] = None
+
     def context_tokens(self) -> int:
         """Cached tokens that the next step reads: every member's computed ones and its new one."""
         return self.size * (self.clock + 1) + self._sum_base

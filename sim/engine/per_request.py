@@ -116,6 +116,10 @@ class PerRequestScheduler(Scheduler):
                 progress.num_drafts = 0 if progress.is_chunk else num_drafts
         return finished
 
+    def end_after(self, request: Request, num_output_tokens: int) -> None:
+        """The answer turned out to be complete with that token; the commit that books it finishes the request."""
+        request.stop_after = num_output_tokens
+
     def may_finish(self, plan: StepPlan) -> bool:
         """Whether the plan's step may finish a request."""
         return not plan.is_empty

@@ -129,6 +129,8 @@ class StepResult(NamedTuple):
     step_ns: int
     """From its begin to its end; of a pipeline, through all stages."""
     speculated: Speculated | None = None
+    sampled: Sequence[tuple[Request, int]] | None = None
+    """(request, token) of each request that the step yielded a token for; None from executors that compute none."""
 
 
 EMPTY_SHAPE = StepShape(0, 0, 0, 0, 0, 0, 0)

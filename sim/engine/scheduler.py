@@ -72,6 +72,16 @@ class Scheduler:
             return
         request.status = Status.ABORTED
 
+    def end_after(self, request: Request, num_output_tokens: int) -> None:
+        """The answer turned out to be complete with that token; the commit that books it finishes the request.
+
+        For whoever sees the tokens: to be called between the step that yields the token and its commit.
+        """
+        request.stop_after = num_output_tokens
+        if request.decoding:
+            num_before = request.num_emitted + request.num_owed_tokens
+            self.decoding.finish_at(request, request.span_start + num_output_tokens - num_before)
+
     @property
     def num_requests(self) -> int:
         """Requests that wait or run."""
