@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from windtunnel.reports.figures import Figure, Trace
-from windtunnel.reports.memory_text import VERDICT_WORDS, short, size
+from windtunnel.reports.memory_text import VERDICT_WORDS, short, size, unexplained_words
 from windtunnel.reports.values import plain
 from windtunnel.sim.deployment.gpu import GIB
 from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE, MemoryPlan
@@ -14,6 +14,8 @@ from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE, Me
 SYMBOLS = {OK: "circle", UNSAFE: "diamond-open", DOES_NOT_START: "x"}
 LINES = ("solid", "dash", "dot", "dashdot", "longdash")
 COLOURS = ("@blue", "@orange", "@green", "@purple", "@vermillion", "@sky", "@grey")
+DRAWN_BYTES = GIB // 200
+"""Smaller parts than what two decimals show are drawn with what is free."""
 MOST_CURVES = 12
 """Combinations of the other settings that are drawn; the table has all."""
 
@@ -28,7 +30,7 @@ class Part(NamedTuple):
 
 
 def parts_of(plan: MemoryPlan) -> list[Part]:
-    """What fills the card, from the bottom; the sum is the total where nothing is overdrawn."""
+    """What fills the card, from the bottom; the sum is the total, to the byte."""
     context = plan.total_bytes - plan.free_bytes
     before = "taken before vLLM starts" if plan.request.free_memory_bytes else "CUDA context, NCCL: an estimate"
     parts = [
@@ -40,13 +42,19 @@ def parts_of(plan: MemoryPlan) -> list[Part]:
     graphs = Part("CUDA graphs", plan.cudagraph_bytes, "@purple", "inside" if plan.graphs_inside else "outside")
     if plan.graphs_inside:
         parts.append(graphs)
+    unexplained = 0 if plan.is_given else plan.unexplained_bytes
+    if plan.source == "measured":
+        unexplained = max(unexplained, 0)  # a larger pool takes of what is free
+    if abs(unexplained) >= DRAWN_BYTES:
+        parts.append(Part("unexplained", unexplained, "@grey", unexplained_words(plan)))
     parts.append(Part("KV cache", plan.kv_cache_bytes, "@green", f"{plan.num_gpu_blocks:,} blocks"))
-    unused = 0 if plan.is_given else plan.requested_bytes - plan.consumed_bytes - plan.kv_cache_bytes
-    if unused >= GIB / 200:
+    unused = 0 if plan.is_given else plan.available_kv_cache_bytes - plan.kv_cache_bytes
+    if abs(unused) >= DRAWN_BYTES:
         parts.append(Part("unused budget", unused, "@grey", "less than a block, or another stage is tighter"))
     if not plan.graphs_inside and plan.cudagraph_bytes:
         parts.append(graphs)
-    parts.append(Part("free", plan.margin_bytes, "@grey", "beside the budget"))
+    free = plan.total_bytes - sum(part.num_bytes for part in parts)
+    parts.append(Part("free", free, "@grey", "beside the budget"))
     return parts
 
 
@@ -69,7 +77,7 @@ def waterfall(plan: MemoryPlan) -> Figure:
         "base": [round(start, 4) for start in starts],
         "marker": {
             "color": [part.colour if part.num_bytes >= 0 else "@vermillion" for part in parts],
-            "opacity": [0.35 if part.name in ("free", "unused budget") else 1.0 for part in parts],
+            "opacity": [0.35 if part.name in ("free", "unused budget", "unexplained") else 1.0 for part in parts],
         },
         "customdata": [part.remark for part in parts],
         "hovertemplate": "%{y}<br>%{customdata}<extra></extra>",

@@ -11,7 +11,6 @@ from windtunnel.reports.figures import Figure
 from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.memory_figures import MOST_CURVES, num_curves, sweep_figures, waterfall
 from windtunnel.reports.memory_text import (
-    NO_REMEDY,
     VERDICT_WORDS,
     MemoryRow,
     budget_rows,
@@ -83,7 +82,8 @@ def _plan_page(row: MemoryRow, version: str) -> Iterator[str]:
     verdict = row.judged.verdict
     judgement = row.judged.judgement
     sentences = [text for text in (judgement.error, judgement.why) if text]
-    yield from answer_box(_headline(row), sentences, TONES[verdict])
+    tone = "note" if row.warnings and verdict == OK else TONES[verdict]
+    yield from answer_box(_headline(row), [*sentences, *row.warnings], tone)
     yield from _notes(row.notes)
     sections = [("memory", "Memory"), ("pool", "KV cache")]
     sections += [("remedies", "What would help")] if row.judged.remedies else []
@@ -105,7 +105,9 @@ def _headline(row: MemoryRow) -> str:
     if verdict == DOES_NOT_START:
         return "vLLM does not start like this."
     tokens = f"{plan.kv_cache_tokens:,} tokens fit the KV cache"
-    return f"{tokens}, but it is unsafe." if verdict == UNSAFE else f"{tokens}."
+    if verdict == UNSAFE:
+        return f"{tokens}, but it is unsafe."
+    return f"{tokens}, with a warning." if row.warnings else f"{tokens}."
 
 
 def _header(title: str, what: str) -> Iterator[str]:
@@ -127,7 +129,7 @@ def _notes(notes: Sequence[str]) -> Iterator[str]:
 def _memory(row: MemoryRow, drawn: Figure) -> Iterator[str]:
     yield section("memory", "Memory of one GPU")
     yield figure(drawn)
-    yield from table(("Part", "Size", "Remark"), _three(budget_rows(row.plan)))
+    yield from table(("Part", "Size", "Remark"), _three(budget_rows(row)))
     yield "</section>"
 
 
@@ -137,7 +139,7 @@ def _three(rows: Sequence[tuple[str, str, str]]) -> list[list[str]]:
 
 def _pool(row: MemoryRow) -> Iterator[str]:
     yield section("pool", "KV cache")
-    yield from table(("Figure", "Value", "Remark"), _three(pool_rows(row.plan)))
+    yield from table(("Figure", "Value", "Remark"), _three(pool_rows(row)))
     if row.users is not None:
         yield f"<h3>Requests of {row.users.mean_tokens:,} tokens</h3>"
         yield from table(("Figure", "Value", "Remark"), _three(users_rows(row.users, row.plan)))
@@ -147,7 +149,7 @@ def _pool(row: MemoryRow) -> Iterator[str]:
 def _remedies(row: MemoryRow) -> Iterator[str]:
     if not row.judged.remedies:
         if row.judged.verdict != OK:
-            yield f'<p class="lead">{escape(NO_REMEDY)}</p>'
+            yield f'<p class="lead">{escape(row.advice)}</p>'
         return
     yield section("remedies", "What would help")
     yield '<p class="lead">Each of these changes alone helps.</p>'

@@ -10,7 +10,9 @@ from typing import Any
 from windtunnel.reports.values import plain
 from windtunnel.reports.words import NOTHING
 from windtunnel.sim.deployment.gpu import GIB
+from windtunnel.sim.deployment.host_memory import host_memory
 from windtunnel.sim.deployment.memory import JudgedPlan
+from windtunnel.sim.deployment.memory_checks import UNKNOWN_ARCHITECTURE
 from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE, MemoryPlan, Users
 from windtunnel.sim.deployment.memory_remedies import Remedy
 
@@ -39,11 +41,22 @@ class MemoryRow:
     notes: tuple[str, ...] = ()
     serve_command: str = ""
     """The command line of what is recommended."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """What each figure is from, in words: "measured", "measured blocks", "formula", "given"."""
+    warnings: tuple[str, ...] = ()
+    """What must be read before the figures."""
+    advice: str = NO_REMEDY
+    """What is said where it is not well and no remedy is known."""
 
     @property
     def plan(self) -> MemoryPlan:
         """The plan itself."""
         return self.judged.plan
+
+    def origin(self, name: str) -> str:
+        """What a figure is from; the formula is named only beside what was measured."""
+        origin = self.origins.get(name, "formula")
+        return "" if origin == "formula" and self.plan.source != "measured" else origin
 
     @property
     def title(self) -> str:
@@ -54,27 +67,36 @@ class MemoryRow:
 
 def v0(row: MemoryRow) -> str:
     """That it is the older engine, if it is."""
-    return " (V0 engine)" if row.plan.request.uses_v0_engine else ""
+    return " (V0 engine)" if row.plan.request.runs_on_v0 else ""
 
 
 def plan_text(row: MemoryRow) -> str:
     """The plan as aligned text; the same plan gives the same text."""
-    parts = [f"{row.title}: {VERDICT_WORDS[row.judged.verdict]}\n{_wrapped(row.judged.reason)}"]
-    parts.append(_titled(_heading(row.plan), budget_rows(row.plan)))
-    parts.append(_titled("KV cache", pool_rows(row.plan)))
+    parts = [f"{row.title}: {verdict_words(row)}\n{_wrapped(row.judged.reason)}"]
+    parts += [_wrapped(f"WARNING: {warning}") for warning in row.warnings]
+    parts.append(_titled(_heading(row.plan), budget_rows(row)))
+    parts.append(_titled("KV cache", pool_rows(row)))
+    on_host = host_rows(row.plan)
+    if on_host:
+        parts.append(_titled("Host memory", on_host))
     if row.users is not None:
         parts.append(_titled(f"Requests of {row.users.mean_tokens:,} tokens", users_rows(row.users, row.plan)))
     if row.comparison:
         parts.append(_comparison(row))
     if row.judged.remedies:
         parts.append(_remedies(row.judged.remedies))
-    elif row.judged.verdict != OK:
-        parts.append(NO_REMEDY)
+    elif row.judged.verdict != OK and row.judged.judgement.cause != UNKNOWN_ARCHITECTURE:
+        parts.append(_wrapped(row.advice))
     if row.serve_command:
         parts.append(row.serve_command)
     parts += [f"note: {note}" for note in row.notes]
     parts += [f"note: {text}" for text in row.plan.overheads.assumptions if text.startswith(_EXTRAPOLATED)]
     return "\n\n".join(parts)
+
+
+def verdict_words(row: MemoryRow) -> str:
+    """The verdict, and that there is a warning to read."""
+    return f"{VERDICT_WORDS[row.judged.verdict]}{', with a warning' if row.warnings else ''}"
 
 
 def _heading(plan: MemoryPlan) -> str:
@@ -92,60 +114,105 @@ def _heading(plan: MemoryPlan) -> str:
     return f"Memory of one GPU{', ' + ', '.join(split) if split else ''}{rank}"
 
 
-def budget_rows(plan: MemoryPlan) -> list[Row]:
-    """What the card's memory goes to: name, size, remark."""
+def budget_rows(row: MemoryRow) -> list[Row]:
+    """What the card's memory goes to: name, size, remark.
+
+    Weights, activation, non-torch memory, CUDA graphs inside the budget, what is unexplained and what is available for
+    the KV cache sum up to what is requested.
+    """
+    plan = row.plan
     share = plan.settings.gpu_memory_utilization
-    given = "as given" if plan.request.free_memory_bytes is not None else "estimated"
+    given = row.origins.get("free_bytes", "formula").replace("formula", "estimated")
     rows = [
         ("total", size(plan.total_bytes), plan.request.gpu.memory_source),
         ("free at the start", size(plan.free_bytes), given),
         ("requested", size(plan.requested_bytes), f"gpu_memory_utilization {share:g} of the total"),
-        ("weights", size(plan.weights_bytes), "with rotary tables"),
-        ("activation", size(plan.activation_bytes), f"profile run of {plan.settings.max_num_batched_tokens:,} tokens"),
-        ("non-torch", size(plan.non_torch_bytes), "CUDA libraries, communication"),
-        ("CUDA graphs", size(plan.cudagraph_bytes), _where_graphs(plan)),
-        ("available for KV", size(plan.available_kv_cache_bytes), _origin(plan)),
+        ("weights", size(plan.weights_bytes), _joined(row.origin("weights_bytes"), "with rotary tables")),
+        (
+            "activation",
+            size(plan.activation_bytes),
+            _joined(row.origin("activation_bytes"), f"profile run of {plan.settings.max_num_batched_tokens:,} tokens"),
+        ),
+        (
+            "non-torch",
+            size(plan.non_torch_bytes),
+            _joined(row.origin("non_torch_bytes"), "CUDA libraries, communication"),
+        ),
+        ("CUDA graphs", size(plan.cudagraph_bytes), _joined(row.origin("cudagraph_bytes"), _where_graphs(plan))),
+        ("available for KV", size(plan.available_kv_cache_bytes), _origin(row)),
         ("KV cache", size(plan.kv_cache_bytes), f"{plan.num_gpu_blocks:,} whole blocks"),
         ("left on the card", size(plan.margin_bytes), "once graphs are captured"),
     ]
-    if plan.is_given:
-        rows[2] = ("requested", NOTHING, f"{plan.source} takes its place")
+    if plan.unexplained_bytes:
+        rows.insert(7, ("unexplained", size(plan.unexplained_bytes), unexplained_words(plan)))
+    if plan.given_by:
+        rows[2] = ("requested", NOTHING, f"{plan.given_by} takes its place")
     return rows
+
+
+def _joined(*texts: str) -> str:
+    return ", ".join(filter(None, texts))
+
+
+def unexplained_words(plan: MemoryPlan) -> str:
+    """Why the parts do not sum up to the budget."""
+    if plan.source != "measured":
+        return "the correction, with the other sign"
+    return "requested less all other parts: no figure explains it"
 
 
 def _where_graphs(plan: MemoryPlan) -> str:
     if not plan.cudagraph_bytes:
-        return "none (enforce_eager)"
+        return "none (enforce_eager)" if plan.request.enforce_eager else "none"
     where = "inside" if plan.graphs_inside else "OUTSIDE"
     return f"{where} the budget in {plan.request.version.label}"
 
 
-def _origin(plan: MemoryPlan) -> str:
+def _origin(row: MemoryRow) -> str:
+    """What is available for the KV cache is from."""
+    plan, origin = row.plan, row.origin("available_kv_cache_bytes")
     if plan.source == "measured" and plan.request.measured is not None:
-        return f"measured: {plan.request.measured.source}"
-    if plan.source == "formula":
-        corrected = plan.request.correction_bytes
-        return f"requested less the above{f', corrected by {corrected / GIB:+.2f} GiB' if corrected else ''}"
-    return plan.source
+        if origin == "formula":
+            return "formula: what was measured does not tell"
+        return f"{'measured' if origin == 'measured' else f'from the {origin}'}: {plan.request.measured.source}"
+    if plan.source == "kv_cache_memory_bytes":
+        return "given: kv_cache_memory_bytes"
+    if plan.source == "num_gpu_blocks_override":
+        return f"formula: {plan.memory_blocks:,} blocks; num_gpu_blocks_override makes it {plan.num_gpu_blocks:,}"
+    corrected = plan.request.correction_bytes
+    return f"requested less the above{f', corrected by {corrected / GIB:+.2f} GiB' if corrected else ''}"
 
 
-def pool_rows(plan: MemoryPlan) -> list[Row]:
+def pool_rows(row: MemoryRow) -> list[Row]:
     """The pool as vLLM logs it."""
+    plan = row.plan
     low, high = plan.interval_90
     length = plan.settings.max_model_len
     interval = f"{low:,} to {high:,} in nine starts of ten" if low != high else ""
     per_token = f"{plan.kv_bytes_per_token:,} bytes a token and GPU"
     rows = [
-        ("num_gpu_blocks", f"{plan.num_gpu_blocks:,}", f"of {plan.block_size:,} tokens, the null block included"),
-        ("GPU KV cache size", f"{plan.kv_cache_tokens:,} tokens", interval or per_token),
-        ("Maximum concurrency", f"{plan.max_concurrency:.2f}x", f"for {length:,} tokens per request"),
+        (
+            "num_gpu_blocks",
+            f"{plan.num_gpu_blocks:,}",
+            _joined(_from(row, "num_gpu_blocks"), _blocks_remark(plan)),
+        ),
+        (
+            "GPU KV cache size",
+            f"{plan.kv_cache_tokens:,} tokens",
+            _joined(_from(row, "kv_cache_tokens"), interval or per_token),
+        ),
+        (
+            "Maximum concurrency",
+            f"{plan.max_concurrency:.2f}x",
+            _joined(_from(row, "max_concurrency"), f"for {length:,} tokens per request"),
+        ),
     ]
     if interval:
-        rows.append(("KV of a token", f"{plan.kv_bytes_per_token:,} bytes", "on each GPU, in all layers"))
+        rows.append(("KV of a token", f"{plan.kv_bytes_per_token:,} bytes", "on each GPU, in the layers that it holds"))
     if plan.layout.is_hybrid:
         rows.append(("groups of layers", str(len(plan.layout.groups)), _groups(plan)))
     if plan.max_state_sequences is not None:
-        rows.append(("state blocks", f"{plan.max_state_sequences:,}", "max_num_seqs cannot be more"))
+        rows.append(("state blocks", f"{plan.max_state_sequences:,}", _states_remark(plan)))
     if plan.num_cpu_blocks is not None:
         rows.append(("num_cpu_blocks", f"{plan.num_cpu_blocks:,}", "swap space of V0"))
     if plan.equivalent_gpu_memory_utilization is not None:
@@ -157,11 +224,47 @@ def pool_rows(plan: MemoryPlan) -> list[Row]:
     return rows
 
 
+def _blocks_remark(plan: MemoryPlan) -> str:
+    """Tokens of a block, and whether one of them is never used."""
+    return f"of {plan.block_size:,} tokens{', the null block included' if plan.num_null_blocks else ''}"
+
+
+def _states_remark(plan: MemoryPlan) -> str:
+    """Whether the release refuses more sequences than blocks for their states."""
+    if plan.request.rules.refuses_states:
+        return "max_num_seqs cannot be more"
+    return "a running sequence takes at least one; this release does not compare max_num_seqs"
+
+
+def _from(row: MemoryRow, name: str) -> str:
+    """What a figure of the pool is from, in a plan that was measured."""
+    origin = row.origin(name)
+    return f"from the {origin}" if origin.startswith("measured ") else origin
+
+
 def _groups(plan: MemoryPlan) -> str:
     kinds: dict[str, int] = {}
     for group in plan.layout.groups:
         kinds[group.kind] = kinds.get(group.kind, 0) + group.num_layers
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def host_rows(plan: MemoryPlan) -> list[Row]:
+    """Host memory for one GPU, part by part, and for all; none where nothing is kept there."""
+    held = host_memory(plan)
+    request = plan.request
+    rows = [
+        ("offloaded weights", held.offloaded_weights_bytes, "cpu_offload_gb; off the card, read in each step"),
+        ("swap space", held.swap_bytes, "of the V0 engine"),
+        ("offloaded KV", held.kv_offloading_bytes, "kv_offloading_size over the ranks of an engine"),
+    ]
+    found = [(name, size(num_bytes), remark) for name, num_bytes, remark in rows if num_bytes]
+    if request.swap_space_gib and not held.swap_bytes:
+        found.append(("swap space", size(0), f"V1 takes none of the {request.swap_space_gib:g} GiB of swap_space"))
+    if held.total_bytes:
+        node = f"for {held.num_gpus} GPUs: what a node with all of them needs" if held.num_gpus > 1 else "on the node"
+        found += [("each GPU", size(held.bytes_per_gpu), ""), ("in all", size(held.total_bytes), node)]
+    return found
 
 
 def users_rows(users: Users, plan: MemoryPlan) -> list[Row]:
@@ -240,7 +343,7 @@ def explanation(row: MemoryRow) -> str:
 
 def steps(plan: MemoryPlan) -> Iterator[str]:
     """The arithmetic, one line a step."""
-    settings, share = plan.settings, plan.settings.gpu_memory_utilization
+    share = plan.settings.gpu_memory_utilization
     yield f"requested = ceil(total x gpu_memory_utilization) = ceil({plan.total_bytes:,} x {share:g})"
     yield f"          = {plan.requested_bytes:,} bytes ({size(plan.requested_bytes)})"
     if plan.source == "formula":
@@ -255,15 +358,18 @@ def steps(plan: MemoryPlan) -> Iterator[str]:
             f"{plan.non_torch_bytes:,}{graphs}{more}"
         )
         yield f"          = {plan.available_kv_cache_bytes:,} bytes ({size(plan.available_kv_cache_bytes)})"
+    elif plan.source == "num_gpu_blocks_override":
+        yield f"available = {plan.available_kv_cache_bytes:,} bytes (formula; num_gpu_blocks_override takes its place)"
     else:
         yield f"available = {plan.available_kv_cache_bytes:,} bytes ({plan.source})"
+    if plan.source == "measured" and plan.unexplained_bytes:
+        yield (
+            "unexplained = requested - weights - activation - non-torch"
+            + (" - CUDA graphs" if plan.graphs_inside else "")
+            + f" - available = {plan.unexplained_bytes:,} bytes"
+        )
     yield from _block_steps(plan)
-    needed = plan.layout.blocks_of_request(settings.max_model_len)
-    yield f"blocks of a request of {settings.max_model_len:,} tokens = {needed:,}"
-    yield f"concurrency = {plan.num_gpu_blocks:,} / {needed:,} = {plan.max_concurrency:.4f}"
-    spare = plan.num_reserved_blocks
-    check = f"{needed:,} + {spare} (null block)" if spare else f"{needed:,}"
-    yield f"start-up check: {check} <= {plan.num_gpu_blocks:,}: {'yes' if plan.holds(plan.num_gpu_blocks) else 'no'}"
+    yield from _request_steps(plan)
     outside = f" - {plan.graphs_outside_bytes:,} (CUDA graphs outside)" if plan.graphs_outside_bytes else ""
     spent = f"{plan.free_bytes:,} (free) - {plan.spent_bytes:,} (spent){outside}"
     yield f"left on the card = {spent} = {plan.margin_bytes:,}"
@@ -279,7 +385,36 @@ def _block_steps(plan: MemoryPlan) -> Iterator[str]:
         if plan.source in ("formula", "kv_cache_memory_bytes"):
             yield f"blocks{name} = {stage.available_bytes:,} // {block:,} = {stage.num_blocks:,}"
     yield f"num_gpu_blocks = {plan.num_gpu_blocks:,}" + (", the least of all stages" if len(plan.stages) > 1 else "")
-    yield f"GPU KV cache size = {plan.kv_cache_tokens:,} tokens"
+
+
+def _request_steps(plan: MemoryPlan) -> Iterator[str]:
+    """Blocks of one request, concurrency, tokens and the check, as the release has them."""
+    length, blocks, rules = plan.settings.max_model_len, plan.num_gpu_blocks, plan.request.rules
+    by_blocks = rules.concurrency_by_blocks and not plan.request.runs_on_v0
+    if by_blocks:
+        needed = plan.layout.blocks_of_request(length)
+        yield f"blocks of a request of {length:,} tokens = {needed:,}"
+        yield f"concurrency = {blocks:,} / {needed:,} = {plan.max_concurrency:.4f}"
+    else:
+        yield f"concurrency = {blocks:,} x {plan.block_size} / {length:,} tokens = {plan.max_concurrency:.4f}"
+    tokens = f"{plan.kv_cache_tokens:,} tokens"
+    if rules.logs_by_concurrency:
+        yield f"GPU KV cache size = int(concurrency x {length:,}) = {tokens}"
+    elif plan.layout.is_hybrid:
+        yield f"GPU KV cache size = {blocks:,} // {len(plan.layout.groups)} groups x tokens of a block = {tokens}"
+    else:
+        yield f"GPU KV cache size = {blocks:,} x {plan.block_size} = {tokens}"
+    yield f"start-up check: {_check(plan)}: {'yes' if plan.holds(blocks) else 'no'}"
+
+
+def _check(plan: MemoryPlan) -> str:
+    """What the start-up check compares, in blocks; by the bytes of layers where those differ."""
+    blocks, spare = plan.num_gpu_blocks, plan.num_reserved_blocks
+    there = blocks
+    if plan.source == "num_gpu_blocks_override" and not (plan.request.rules.checks_override or plan.request.runs_on_v0):
+        there = plan.memory_blocks
+    needed = plan.blocks_needed(plan.settings.max_model_len)
+    return f"{needed - spare:,} + {spare} (null block) <= {there:,}" if spare else f"{needed:,} <= {there:,}"
 
 
 def setting_rows(plan: MemoryPlan) -> list[Row]:

@@ -161,7 +161,7 @@ def resolve(loaded: Loaded) -> Resolved:
     """
     ledger, scenario = Ledger(loaded), loaded.scenario
     seed = ledger.pick("scenario", "seed", scenario.seed, 0, WINDTUNNEL_DEFAULT)
-    hardware = _hardware(ledger)
+    hardware = read_hardware(ledger)
     config, pool = make_engine(ledger, hardware)
     _check_context(ledger, hardware.model, config.max_model_len)
     cost = _cost(ledger, hardware)
@@ -196,7 +196,8 @@ def read_workload(loaded: Loaded) -> Workload:
     return make_workload(Ledger(loaded), loaded.scenario.seed or 0)
 
 
-def _hardware(ledger: Ledger) -> Hardware:
+def read_hardware(ledger: Ledger) -> Hardware:
+    """Model, GPUs and release of a scenario.  What is missing or wrong is reported by the ledger's ScenarioError."""
     given = ledger.loaded.scenario.deployment
     version = ledger.attempt("deployment", "engine_version", lambda: profile(given.engine_version or ENGINE))
     ledger.note("deployment", "engine_version", given.engine_version and version.name)

@@ -93,9 +93,54 @@ def parse_size_bytes(value: int | str) -> int:
     unit = match.group(2) if match else ""
     factor = _SIZE_UNITS.get(unit, _COUNT_SUFFIXES.get(unit, 1 if not unit else 0))
     if match is None or not factor:
-        raise ValueError("must be bytes or a size with a unit: 16GiB is 16 * 2**30 bytes, 16GB is 16 * 10**9 bytes")
+        raise ValueError(
+            "must be bytes or a size with a unit: 16GiB is 16 * 2**30 bytes, 16GB is 16 * 10**9 bytes"
+            f"{_respelled(match)}"
+        )
     number = match.group(1)[:40]
     return _checked_size(round(float(number) * factor) if "." in number else int(number) * factor)
+
+
+def parse_gib(value: float | str) -> float:
+    """A plain number of GiB (2**30 bytes) of at least 0, as vLLM's --swap-space and --cpu-offload-gb take it.
+
+    Raises ValueError for anything else; for a size with a unit the message says how many GiB that is.
+    """
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+        raise ValueError(f"must be a plain number of GiB (2^30 bytes), without a unit{_in_gib(match)}") from None
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError("must be a plain number of GiB (2^30 bytes) of at least 0")
+    return number
+
+
+def _in_gib(match: re.Match[str] | None) -> str:
+    """How many GiB a size with a unit is, and what to write; nothing for what is no size."""
+    unit = _unit(match)
+    if match is None or unit is None:
+        return ""
+    number = match.group(1)[:40]
+    if unit == "GiB":
+        return f": write {number}"
+    gib = f"{float(number) * _SIZE_UNITS[unit] / 2**30:.6g}"
+    return f": {number} {unit} = {gib} GiB, so write {gib}"
+
+
+def _respelled(match: re.Match[str] | None) -> str:
+    """The right spelling of a unit in other letters; nothing for what is no size."""
+    unit = _unit(match)
+    return "" if match is None or unit is None else f"; write {match.group(1)[:40]}{unit}"
+
+
+def _unit(match: re.Match[str] | None) -> str | None:
+    """The unit that is meant in any case: "GB" by "gb" and (as vLLM has it) "g", "GiB" by "gib", "gi" and "G"."""
+    if match is None or not match.group(2):
+        return None
+    given = match.group(2)
+    letters = f"{given}ib".casefold() if given in "KMGT" else given.casefold().removesuffix("b") + "b"
+    return next((unit for unit in _SIZE_UNITS if unit.casefold() == letters), None)
 
 
 def _checked_size(num_bytes: int) -> int:

@@ -117,7 +117,7 @@ def test_flags_that_play_no_part_are_named() -> None:
 )
 def test_an_unknown_flag_is_named_with_the_nearest_one(flag: str, near: str) -> None:
     found = read_deployment(f"vllm serve m {flag} 3 --enforce-eager")
-    assert found.unknown == (f"{flag}: nearest {near}",)
+    assert found.unknown == (f"{flag} is no flag of vLLM: {near} is the nearest",)
     assert found.settings == {"model": "m", "enforce_eager": True}
 
 
@@ -129,7 +129,8 @@ def test_an_ambiguous_abbreviation_is_not_guessed() -> None:
     found = read_deployment("vllm serve m --max-num 3")
     assert found.settings == {"model": "m"}
     assert "--max-num-seqs" in found.unknown[0]
-    assert "ambiguous" in found.unknown[0]
+    assert found.unknown[0].startswith("--max-num may mean ")
+    assert found.unknown[0].endswith(": write one of them in full")
 
 
 def test_a_later_flag_takes_the_place_of_an_earlier_one_and_says_so() -> None:
@@ -363,6 +364,55 @@ def test_flags_cut_off_by_a_comment_are_told() -> None:
     assert has_note(found, "--block-size", "missing backslash")
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("vllm serve m --max-model-len '8192 -tp 2", "'8192 -tp 2  is never closed: write ' where it ends"),
+        ('vllm serve m --hf-overrides "{} -tp 2', '"{} -tp 2  is never closed: write " where'),
+        ("vllm serve m --served-model-name $(basename m -tp 2", "$(basename m -tp 2  is never closed: write ) where"),
+        ("vllm serve m --max-model-len ${LENGTH -tp 2", "${LENGTH -tp 2  is never closed: write } where"),
+        ("vllm serve m -tp `nproc", "`nproc  is never closed: write ` where"),
+        ('bash -c "vllm serve m -tp 2', '"vllm serve m -tp 2  is never closed'),
+        ("docker run -e 'A=b vllm/vllm-openai --model m", "'A=b vllm/vllm-openai --model m  is never closed"),
+        ("ARGS=(-tp 2\nvllm serve m", "(-tp 2  is never closed: write ) where it ends"),
+        ("--max-model-len '8192", "'8192  is never closed"),
+        (
+            "non-default args: {'model': 'm, 'max_model_len': 8}",
+            "is never closed, or one before it is missing: write '",
+        ),
+        ("non-default args: {'model': 'm', 'max_model_len': 8", "{'model': 'm', 'max_model_len': 8  is never closed"),
+        ("non-default args: {'model': 'm', 'a': (1, 'b': 2}", "(1, 'b': 2}  is never closed: write ) where"),
+        ("INFO args: Namespace(model='m, max_num_seqs=8)", "'m, max_num_seqs=8)  is never closed"),
+        ("{'model': 'm, 'max_model_len': 8192}", "copy the whole line"),
+        ("LLM(model='m, max_model_len=8192)", "'m, max_model_len=8192)  is never closed"),
+    ],
+)
+def test_a_quote_or_bracket_without_its_end_is_refused_and_its_place_named(
+    text: str, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DeploymentError) as info:
+        read_deployment(text)
+    assert told in str(info.value)
+    kind = "arguments" if text.startswith("--") else "auto"
+    file = write(tmp_path / "serve.txt", f"\n\n{text}")
+    with pytest.raises(DeploymentError) as info:
+        read_deployment(file, kind=kind)
+    assert str(info.value).startswith(f"{file}:3: ")
+    assert told in str(info.value)
+
+
+def test_an_apostrophe_in_prose_around_a_command_is_no_quote() -> None:
+    text = "It's easy, isn't it?  We're done:\n```\nvllm serve m -tp 2\n```\n# don't forget\n"
+    assert read_deployment(text).settings == {"model": "m", "tensor_parallel_size": 2}
+
+
+def test_quoted_json_may_go_over_lines(tmp_path: Path) -> None:
+    lines = "--model m \\ \n--hf-overrides '{\n  \"a\": 1\n}' \\\n--max-model-len 8k\n"
+    found = read_deployment(write(tmp_path / "flags.txt", lines))
+    assert found.settings == {"model": "m", "hf_overrides": {"a": 1}, "max_model_len": 8000}
+    assert found.sources["max_model_len"].endswith("flags.txt:5")
+
+
 def test_the_value_of_a_flag_that_plays_no_part_does_not_matter() -> None:
     found = read_deployment("vllm serve m --port=$PORT --uvicorn-log-level $LEVEL")
     assert (found.settings, found.notes, found.ignored) == ({"model": "m"}, (), ("--port", "--uvicorn-log-level"))
@@ -443,7 +493,7 @@ llm = LLM(model=name, tensor_parallel_size=2, dtype=torch.bfloat16,
     }
     assert found.sources["swap_space"] == f"{program}:6"
     assert has_note(found, "max_model_len = int(10000.0)", "no literal")
-    assert found.unknown[0].startswith("frobnicate")
+    assert found.unknown == (f"{program}:6: frobnicate is no flag of vLLM, and none is like it",)
 
 
 @pytest.mark.parametrize(

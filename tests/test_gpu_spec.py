@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from windtunnel.sim.deployment.gpu import GIB, bundled_gpus, load_gpu
+from windtunnel.sim.deployment.gpu import GIB, bundled_gpus, load_gpu, siblings
 
 STARTUPS = Path(__file__).resolve().parent.parent.parent / "shared" / "memory" / "startups.csv"
 
@@ -27,6 +27,31 @@ STARTUPS = Path(__file__).resolve().parent.parent.parent / "shared" / "memory" /
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("rtx4090", "RTX-4090"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("AMD Instinct MI300X OAM", "MI300X"),
+        ("a100-80g", "A100-80GB-SXM"),
+        ("a100-80gb", "A100-80GB-SXM"),
+        ("a100-80GiB", "A100-80GB-SXM"),
+        ("A100-SXM4-80GB", "A100-80GB-SXM"),
+        ("NVIDIA-A100-SXM4-80GB", "A100-80GB-SXM"),
+        ("h100-sxm5-80gb", "H100-SXM"),
+        ("h100 80g", "H100-SXM"),
+        ("NVIDIA H100 80GB HBM2e", "H100-PCIe"),
+        ("nvidia-h100-mega-80gb", "H100-SXM"),
+        ("H200 141GB HBM3e", "H200"),
+        ("hgx-b200", "B200"),
+        ("t4", "T4"),
+        ("tesla t4", "T4"),
+        ("nvidia-tesla-t4", "T4"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB-SXM"),
+        ("a10", "A10"),
+        ("a10g", "A10G"),
+        ("l40", "L40"),
+        ("NVIDIA RTX A6000", "RTX-A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("NVIDIA GH200 480GB", "GH200-96GB"),
+        ("AMD Instinct MI250X / MI250", "MI250X"),
+        ("4090-24gb", "RTX-4090"),
     ],
 )
 def test_the_names_people_and_drivers_use_are_known(name: str, expected: str) -> None:
@@ -37,13 +62,34 @@ def test_every_card_loads_by_its_own_name() -> None:
     assert [load_gpu(name).name for name in bundled_gpus()] == bundled_gpus()
 
 
+def test_no_name_means_two_cards() -> None:
+    for name in bundled_gpus():
+        assert [load_gpu(alias).name for alias in load_gpu(name).aliases] == [name] * len(load_gpu(name).aliases)
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("a100-80gb", ["A100-80GB-PCIe"]),
+        ("h100", ["H100-PCIe", "H100-NVL"]),
+        ("v100", ["V100-16GB-SXM"]),
+        ("a10", []),
+        ("l40", []),
+        ("h20", []),
+        ("NVIDIA H100 80GB HBM3", []),
+    ],
+)
+def test_a_short_name_tells_what_else_it_could_mean(name: str, others: list[str]) -> None:
+    assert siblings(name) == others
+
+
 def test_an_unknown_card_is_answered_with_the_nearest_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown GPU 'H1000'.*H100-SXM"):
         load_gpu("H1000")
 
 
 def test_a_name_like_no_other_lists_all_cards() -> None:
-    with pytest.raises(ValueError, match=r"A100-40GB-SXM, .*MI300X"):
+    with pytest.raises(ValueError, match=r"known: A100-40GB-SXM, .*MI300X"):
         load_gpu("zzz")
 
 
@@ -68,8 +114,23 @@ def test_each_card_names_its_datasheet_and_reports_less_than_its_marketing_figur
         "RTX-4090": 24,
         "RTX-5090": 32,
         "MI300X": 192,
+        "T4": 16,
+        "V100-32GB-SXM": 32,
+        "V100-16GB-SXM": 16,
+        "A10": 24,
+        "A40": 48,
+        "L40": 48,
+        "RTX-A6000": 48,
+        "RTX-6000-Ada": 48,
+        "RTX-PRO-6000": 96,
+        "H20": 96,
+        "GH200-96GB": 96,
+        "MI210": 64,
+        "MI250X": 64,
+        "MI325X": 256,
+        "MI355X": 288,
     }[name]
-    assert 0.91 * marketed_gb < gpu.memory_gib < marketed_gb
+    assert 0.9 * marketed_gb < gpu.memory_gib < marketed_gb
     assert gpu.source
     assert gpu.memory_source
 

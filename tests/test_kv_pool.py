@@ -47,7 +47,7 @@ def test_a_context_longer_than_the_pool_names_vllm_s_words_and_the_length_that_f
     ) as info:
         pool(gpu="rtx-3090", max_model_len=29_000, num_gpu_blocks_override=1478)
     assert "the estimated maximum model length is 23632." in str(info.value), "the null block holds nothing"
-    assert "set num_gpu_blocks_override to 1814" in str(info.value)
+    assert "raise num_gpu_blocks_override to 1814" in str(info.value)
     assert pool(gpu="rtx-3090", max_model_len=29_000, num_gpu_blocks_override=1814).num_gpu_blocks == 1814
     assert info.value.largest_max_model_len == 1477 * 16
 
@@ -59,7 +59,7 @@ def test_a_million_tokens_need_24_gib_where_each_takes_24_kib() -> None:
     with pytest.raises(InfeasibleDeployment, match=r"\(24\.00 GiB KV cache is needed.* \(9\.97 GiB\)") as info:
         pool(wide, kv_cache_memory_bytes=round(9.97 * GIB), **settings)
     assert info.value.largest_max_model_len == pytest.approx(435_600, abs=32)
-    enough = int(re.findall(r"set kv_cache_memory_bytes to (\d+)", str(info.value))[0])
+    enough = int(re.findall(r"raise kv_cache_memory_bytes to (\d+)", str(info.value))[0])
     assert pool(wide, kv_cache_memory_bytes=enough, **settings).num_gpu_blocks == 65_537
     with pytest.raises(InfeasibleDeployment):
         pool(wide, kv_cache_memory_bytes=enough - 1, **settings)

@@ -25,6 +25,7 @@ from windtunnel.sim.deployment.memory import plan_memory
 from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, RESERVE_BYTES, UNSAFE, make_plan
 from windtunnel.sim.deployment.memory_request import MeasuredPool, MemoryRequest
 from windtunnel.sim.deployment.model import load_model, model_from_config
+from windtunnel.sim.deployment.refusal import RefusedByVllm
 from windtunnel.sim.deployment.versions import profile
 
 JSON_KEYS = {
@@ -168,14 +169,15 @@ def test_u34_the_largest_length_that_fits_is_named() -> None:
 
 
 def test_u37_half_of_an_mha_model_on_two_t4() -> None:
-    asked: dict[str, Any] = {"tensor_parallel_size": 2, "num_gpu_blocks_override": 507, "engine": "vllm-0.8"}
-    found = wt.memory_plan("deepseek-coder-6.7b", gpu_memory_gib=14.74, max_model_len=16_384, **asked)
+    """V1 needs compute capability 8.0, so that V0 runs on a T4."""
+    asked: dict[str, Any] = {"tensor_parallel_size": 2, "num_gpu_blocks_override": 507, "max_model_len": 16_384}
+    found = wt.memory_plan("deepseek-coder-6.7b", gpu_memory_gib=14.74, engine="vllm-0.8", v0=True, **asked)
     assert found.verdict == DOES_NOT_START
     assert found.kv_cache_tokens == 8112
     assert found.judged.plan.kv_bytes_per_token == 262_144
     assert found.judged.plan.kv_cache_bytes / GIB == pytest.approx(1.98, abs=0.005)
-    assert "max seq len (16384)" in found.reason
-    assert "estimated maximum model length is 8112" in found.reason
+    words = "max seq len (16384) is larger than the maximum number of tokens that can be stored in KV cache (8112)"
+    assert words in found.reason
 
 
 def test_u39_more_sequences_than_state_blocks_are_refused_with_the_number_to_use() -> None:
@@ -266,6 +268,47 @@ def test_experts_are_spread_over_replicas_and_each_has_its_pool() -> None:
 def test_offloaded_weights_leave_their_room_to_the_cache() -> None:
     more = plan(cpu_offload_gb=4).judged.plan.available_kv_cache_bytes - plan().judged.plan.available_kv_cache_bytes
     assert more == 4 * GIB
+
+
+def test_host_memory_is_told_by_what_takes_it() -> None:
+    found = plan(tensor_parallel_size=2, data_parallel_size=2, cpu_offload_gb=4, kv_offloading_size=64)
+    assert found.host_memory == {
+        "offloaded_weights_bytes": 4 * GIB,
+        "swap_bytes": 0,
+        "kv_offloading_bytes": 32 * GIB,
+        "num_gpus": 4,
+        "total_bytes": 4 * 4 * GIB + 2 * 64 * GIB,
+    }
+    assert found.num_gpu_blocks == plan(tensor_parallel_size=2, data_parallel_size=2, cpu_offload_gb=4).num_gpu_blocks
+    text = " ".join(found.text().split())
+    assert "offloaded KV 32.00 GiB kv_offloading_size over the ranks of an engine" in text
+    assert "in all 144.00 GiB for 4 GPUs" in text
+    assert "--cpu-offload-gb 4 --kv-offloading-size 64" in found.serve_command
+    assert "Host memory" not in plan().text()
+
+
+def test_no_more_is_offloaded_than_there_are_weights() -> None:
+    found = plan(cpu_offload_gb=100)
+    assert (
+        found.host_memory["offloaded_weights_bytes"]
+        == plan().judged.plan.weights_bytes - found.judged.plan.weights_bytes
+    )
+    assert found.host_memory["total_bytes"] < 16 * GIB
+
+
+def test_only_the_v0_engine_takes_swap_space() -> None:
+    asked: dict[str, Any] = {"engine": "vllm-0.9", "tensor_parallel_size": 2}
+    assert plan(**asked, v0=True).host_memory["total_bytes"] == 2 * 4 * GIB, "its default is 4 GiB for each GPU"
+    assert plan(**asked, v0=True, swap_space=8).host_memory["swap_bytes"] == 8 * GIB
+    idle = plan(**asked, swap_space=8)
+    assert idle.host_memory["total_bytes"] == 0
+    assert "V1 takes none of the 8 GiB of swap_space" in idle.text()
+
+
+def test_the_recommended_command_keeps_what_was_given() -> None:
+    found = plan(dtype="float32", disable_hybrid_kv_cache_manager=True, max_model_len=8192)
+    for flag in ("--dtype float32", "--disable-hybrid-kv-cache-manager", "--max-model-len 8192"):
+        assert flag in found.serve_command
 
 
 def test_adapters_take_rank_times_both_sides_of_every_linear_layer() -> None:
@@ -481,10 +524,12 @@ def test_a_sweep_has_every_combination_and_equals_the_single_plans() -> None:
     assert list(sweep.table["num_gpus"]) == [2, 2, 4, 4]
 
 
-def test_a_combination_that_contradicts_itself_is_a_row_that_does_not_start() -> None:
+def test_a_combination_that_vllm_refuses_is_a_row_that_does_not_start() -> None:
     sweep = wt.memory_sweep("llama-3.1-8b", "h100", tensor_parallel_size="1,3")
     assert [point.verdict for point in sweep.points] == [OK, DOES_NOT_START]
     assert "tensor_parallel_size 3" in sweep.points[1].error
+    with pytest.raises(RefusedByVllm, match="tensor_parallel_size 3"):
+        plan(tensor_parallel_size=3)
 
 
 def test_more_memory_never_holds_less() -> None:
@@ -629,21 +674,101 @@ BROKEN: list[tuple[list[str], str]] = [
     (["--gpu", "h1000"], "unknown GPU 'h1000'; nearest: H100-SXM"),
     (["--gpu", "h100", "--gpu-memory-utilization", "90"], "gpu_memory_utilization must lie in (0, 1], got 90"),
     (["--gpu", "h100", "--gpu-memory-utilization", "90%"], "--gpu-memory-utilization: '90%' must be a share"),
-    (["--gpu-memory-gib", "24GB"], "24GB is 22.35 GiB"),
+    (["--gpu-memory-gib", "24GB"], "24 GB = 22.3517 GiB, so write 22.3517"),
+    (["--gpu-memory-gib", "24gb"], "--gpu-memory-gib: '24gb' must be a plain number of GiB"),
+    (["--gpu-memory-gib", "24GiB"], "write 24"),
+    (["--gpu-memory-gib", "24576MiB"], "24576 MiB = 24 GiB, so write 24"),
+    (["--gpu-memory-gib", "24,24g"], "'24g' must be a plain number"),
+    (["--gpu-memory-gib", "0.5"], "must be at least 1 GiB"),
+    (["--gpu", "h100", "--free-memory-gib", "70gib"], "--free-memory-gib: '70gib' must be a plain number"),
+    (["--gpu", "h100", "--free-memory-gib", "0"], "--free-memory-gib: 0.0 must be a number of GiB above 0"),
+    (["--gpu", "h100", "--cpu-offload-gb", "4GB"], "4 GB = 3.72529 GiB, so write 3.72529"),
+    (["--gpu", "h100", "--swap-space", "4g"], "--swap-space: '4g' must be a plain number of GiB"),
+    (["--gpu", "h100", "--kv-offloading-size", "8GiB"], "--kv-offloading-size: '8GiB' must be a plain number"),
+    (["--gpu", "h100", "--kv-offloading-size", "0"], "--kv-offloading-size: 0.0 must be a number of GiB above 0"),
+    (["--gpu", "h100", "--kv-cache-memory", "16gb"], "16GB is 16 * 10**9 bytes; write 16GB"),
+    (["--gpu", "h100", "--kv-cache-memory", "16"], "is 16 bytes, less than one block"),
+    (["--gpu", "h100", "--kv-cache-memory", "16"], "write 16GiB"),
     (["--gpu", "h100", "--kv-cache-memory-bytes", "16 gigs"], "16GiB is 16 * 2**30 bytes, 16GB is 16 * 10**9"),
-    (["--gpu", "h100", "-tp", "3"], "choose one of 1, 2, 4, 8, 16"),
-    (["--gpu", "h100", "--pp", "33"], "pipeline_parallel_size must lie in [1, 32]"),
     (["--gpu", "h100", "--kv-cache-dtype", "fp4"], "kv_cache_dtype must be one of auto"),
-    (["--gpu", "h100", "--swap-space", "4"], "it went with vLLM 0.18"),
     (["--gpu", "h100", "--engine", "vllm-0.33"], "unknown engine"),
-    (["--gpu", "h100", "--max-num-batched-tokens", "64", "--max-num-seqs", "128"], "greater than or equal to"),
     (["--gpu", "h100", "--max-loras", "4"], "no effect without --enable-lora"),
     (["--gpu", "h100", "--enable-lora", "--max-lora-rank", "17"], "max_lora_rank must be one of"),
-    (["--gpu", "h100", "--v0"], "has no V0 engine"),
     (["--gpu", "h100", "--mean-tokens", "none"], "--mean-tokens"),
     (["--gpu", "h100", "--free-memory-gib", "90"], "must not exceed"),
     ([], "no GPU: give --gpu"),
+    # one of several values
+    (["--gpu", "h100,foo"], "--gpu: unknown GPU 'foo'; known: "),
+    (["--gpu", "h100,h1000"], "--gpu: unknown GPU 'h1000'; nearest: H100-SXM"),
+    (["--gpu", "h100", "--engine", "vllm-0.19,vllm-9"], "--engine: unknown engine 'vllm-9'; nearest: "),
+    (
+        ["--gpu", "h100", "--gpu-memory-utilization", "0.9:1.2:0.1"],
+        "gpu_memory_utilization must lie in (0, 1], got 1.1",
+    ),
+    (["--gpu", "h100", "--dtype", "bfloat16,foo"], "--dtype: 'foo' must be one of auto"),
+    (["--gpu", "h100", "--kv-cache-dtype", "auto,fp4"], "kv_cache_dtype must be one of auto"),
+    (["--gpu", "h100", "-tp", "1,0"], "--tensor-parallel-size: 0 must be at least 1"),
+    (["--gpu", "h100", "--max-model-len", "8k,8q"], "--max-model-len: '8q' must be a whole number"),
+    (["--gpu", "h100", "--enable-lora", "--max-lora-rank", "16,17"], "max_lora_rank must be one of"),
+    (["--gpu", "h100", "--usage-context", "api_server,me"], "usage_context must be one of api_server, llm_class"),
+    (["--gpu", "h100,l4", "--free-memory-gib", "70"], "must not exceed what L4 has in all (22.03 GiB)"),
 ]
+REFUSED: list[tuple[list[str], list[str], str]] = [
+    (["-tp", "3"], ["-tp", "1,3"], "choose one of 1, 2, 4, 8, 16"),
+    (
+        ["-tp", "3"],
+        ["-tp", "1,3"],
+        "Total number of attention heads (32) must be divisible by tensor parallel size (3).",
+    ),
+    (["--pp", "33"], ["--pp", "1,33"], "pipeline_parallel_size must lie in [1, 32]"),
+    (["--swap-space", "4"], ["--swap-space", "4", "--engine", "vllm-0.17,vllm-0.32"], "it went with vLLM 0.18"),
+    (["--v0"], ["--v0", "--engine", "vllm-0.9,vllm-0.32"], "has no V0 engine"),
+    (
+        ["--max-num-batched-tokens", "64", "--max-num-seqs", "128"],
+        ["--max-num-batched-tokens", "64,2048", "--max-num-seqs", "128"],
+        "greater than or equal to",
+    ),
+    (
+        ["--engine", "vllm-0.10", "--kv-offloading-size", "8"],
+        ["--engine", "vllm-0.10,vllm-0.32", "--kv-offloading-size", "8"],
+        "kv_offloading_size is no option of vLLM 0.10",
+    ),
+]
+"""What vLLM refuses: the flags alone, the same among others that start, and the words."""
+
+
+@pytest.mark.parametrize(("alone", "among", "words"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_vllm_refuses_is_told_alone_and_among_others_and_ends_with_4(
+    alone: list[str], among: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*MODEL, "--gpu", "h100", "--max-model-len", "8k"]
+    assert main([*asked, *alone]) == 4
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("error: ") == 1
+    assert words in captured.err
+    assert main([*asked, *among, "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert sorted(point["verdict"] for point in points) == [DOES_NOT_START, OK]
+    assert any(words in point["reason"] for point in points)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (["-tp", "3,5"], 4),
+        (["-tp", "1,3"], 0),
+        (["--gpu-memory-utilization", "0.1,0.2"], 4),
+        (["--gpu-memory-utilization", "0.1,0.9"], 0),
+    ],
+)
+def test_a_table_ends_with_4_only_if_none_of_its_plans_starts(
+    flags: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*MODEL, "--gpu", "h100", *flags]) == code
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "Why some do not start" in captured.out
 
 
 @pytest.mark.parametrize(("flags", "words"), BROKEN, ids=lambda value: value[:30] if isinstance(value, str) else None)
@@ -676,6 +801,61 @@ def test_a_broken_config_gives_one_clear_error(
     captured = capsys.readouterr()
     assert captured.err.count("error: ") == 1
     assert words in captured.err
+
+
+TEN: list[tuple[dict[str, Any], list[str], int, tuple[str, ...]]] = [
+    (
+        {"num_hidden_layers": None},
+        [],
+        2,
+        ("model", "lacks num_hidden_layers", "take the model's own, whole config.json"),
+    ),
+    ({"num_hidden_layers": "many"}, [], 2, ("num_hidden_layers", "'many'", "at least 1")),
+    ({"num_key_value_heads": 7}, [], 2, ("num_attention_heads (64)", "multiple of", "num_key_value_heads (7)")),
+    ({}, ["-tp", "3"], 4, ("tensor_parallel_size 3", "64 attention heads", "choose one of 1, 2, 4, 8, 16")),
+    ({"quantization_config": {"quant_method": "magic"}}, [], 2, ("quantisation magic", "modelled: fp8, awq, gptq")),
+    ({}, ["--num-gpu-blocks-override", "-5"], 2, ("--num-gpu-blocks-override: -5", "at least 1")),
+    ({}, ["--gpu-memory-utilization", "92"], 2, ("got 92", "(0, 1]", "give 0.92")),
+    ({}, ["--gpu-memory-gib", "80GB"], 2, ("'80GB'", "plain number of GiB", "so write 74.5058")),
+    ({}, ["--kv-cache-memory", "16gb"], 2, ("'16gb'", "16GiB is 16 * 2**30 bytes", "write 16GB")),
+    ({}, ["--gpu", "h1000"], 2, ("unknown GPU 'h1000'", "nearest: H100-SXM", "windtunnel gpus lists all")),
+]
+
+
+@pytest.mark.parametrize(("change", "flags", "code", "words"), TEN, ids=lambda value: str(value)[:40])
+def test_ten_broken_deployments_give_one_error_with_value_range_and_remedy(
+    change: dict[str, Any],
+    flags: list[str],
+    code: int,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in {**WIDE, **change}.items() if value is not None}), "utf-8")
+    assert main(["memory", "--model", str(path), "--gpu", "h100", *flags]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("error: ") == 1
+    assert all(word in captured.err for word in words), captured.err
+
+
+def test_a_negative_pool_is_a_verdict_with_the_numbers_and_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MODEL, "--gpu", "h100", "--gpu-memory-utilization", "0.1", "--max-model-len", "4096"]) == 4
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    text = " ".join(captured.out.split())
+    assert "does not start No available memory for the cache blocks." in text
+    assert re.search(r"Of the 7.92 GiB that gpu_memory_utilization allows, .* GiB too much", text)
+    assert re.search(r"Each of these alone would help set gpu_memory_utilization to 0\.\d+ ok", text)
+
+
+def test_the_installed_command_ends_with_the_code_and_one_line_of_error() -> None:
+    command = [sys.executable, "-m", "windtunnel", *MODEL, "--gpu", "h100,h1000"]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (made.returncode, made.stdout) == (2, "")
+    assert made.stderr.startswith("error: ")
+    assert "--gpu: unknown GPU 'h1000'; nearest: H100-SXM" in made.stderr.splitlines()[0]
 
 
 def test_it_imports_neither_torch_nor_plotly_nor_pandas() -> None:
@@ -756,3 +936,19 @@ def test_no_output_takes_the_place_of_what_it_is_made_from(
     assert main([*arguments, "--html", "x", "--save-correction", "x"]) == 2
     assert "name" in capsys.readouterr().err
     assert Path("vllm.log").read_text() == before
+
+
+def test_folders_of_outputs_are_made_but_only_for_something_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*MODEL, "--gpu", "h1000", "--html", "pages/deep/a.html"]) == 2
+    assert not Path("pages").exists()
+    outputs = ["--html", "pages/deep/a.html", "--save-correction", "learnt/ours.json", "-q"]
+    assert main(["memory", "--gpu", "h100", "--from-log", str(log), *outputs]) == 0
+    assert Path("pages/deep/a.html").read_text("utf-8").casefold().startswith("<!doctype html>")
+    assert "correction_bytes" in json.loads(Path("learnt/ours.json").read_text())
+    Path("file").write_text("")
+    capsys.readouterr()
+    assert main([*MODEL, "--gpu", "h100", "--html", "file/a.html"]) == 2
+    assert "file is a file, not a folder" in capsys.readouterr().err

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windtunnel.scenarios.units import parse_count, parse_duration_s, parse_rate, parse_size_bytes, parse_spec
+from windtunnel.scenarios.units import (
+    parse_count,
+    parse_duration_s,
+    parse_gib,
+    parse_rate,
+    parse_size_bytes,
+    parse_spec,
+)
 
 
 @pytest.mark.parametrize(
@@ -82,3 +90,39 @@ def test_a_spec_is_a_name_with_fields() -> None:
     assert parse_spec("roofline", "kind") == {"kind": "roofline"}
     with pytest.raises(ValueError, match="'sigma' has no value"):
         parse_spec("lognormal:mean=512,sigma", "dist")
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"), [("16gb", "16GB"), ("16Gib", "16GiB"), ("2mb", "2MB"), ("1.5 gi", "1.5GiB"), ("3Kib", "3KiB")]
+)
+def test_a_size_in_the_wrong_case_is_told_how_to_spell_it(text: str, spelled: str) -> None:
+    with pytest.raises(ValueError, match=f"; write {re.escape(spelled)}$"):
+        parse_size_bytes(text)
+    assert parse_size_bytes(spelled) > 0
+
+
+def test_gib_are_a_plain_number() -> None:
+    assert parse_gib("24") == parse_gib(24) == 24.0
+    assert parse_gib("0.5") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("24gb", ": 24 GB = 22.3517 GiB, so write 22.3517"),
+        ("24g", ": 24 GB = 22.3517 GiB, so write 22.3517"),
+        ("24G", ": write 24"),
+        ("24GiB", ": write 24"),
+        ("24 gib", ": write 24"),
+        ("24576MiB", ": 24576 MiB = 24 GiB, so write 24"),
+        ("1TB", ": 1 TB = 931.323 GiB, so write 931.323"),
+        ("24x", "without a unit"),
+        ("", "without a unit"),
+        ("-1", "of at least 0"),
+        ("nan", "of at least 0"),
+        ("inf", "of at least 0"),
+    ],
+)
+def test_gib_with_a_unit_are_told_as_a_number(text: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"{re.escape(remedy)}$"):
+        parse_gib(text)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from windtunnel.scenarios.workloads.errors import TraceError
     from windtunnel.sim.deployment.memory import InfeasibleDeployment
     from windtunnel.sim.deployment.model import UnsupportedModel
+    from windtunnel.sim.deployment.refusal import RefusedByVllm
     from windtunnel.sim.simulate import RequestTooLarge
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "MemoryReport",
     "MemorySweep",
     "OutputError",
+    "RefusedByVllm",
     "RequestTooLarge",
     "Run",
     "RunUnreadable",
@@ -54,6 +56,7 @@ _HOMES = {
     "MemoryReport": "windtunnel.memory",
     "MemorySweep": "windtunnel.memory",
     "OutputError": "windtunnel.rundir",
+    "RefusedByVllm": "windtunnel.sim.deployment.refusal",
     "RequestTooLarge": "windtunnel.sim.simulate",
     "Run": "windtunnel.api",
     "RunUnreadable": "windtunnel.rundir",

@@ -349,10 +349,10 @@ def _is_refused_by_engine(loaded: Loaded) -> bool:
     from windtunnel.scenarios.engine import make_engine
     from windtunnel.scenarios.errors import ScenarioError
     from windtunnel.scenarios.ledger import Ledger
-    from windtunnel.scenarios.resolve import _hardware
+    from windtunnel.scenarios.resolve import read_hardware
 
     ledger = Ledger(loaded)
-    hardware = _hardware(ledger)
+    hardware = read_hardware(ledger)
     try:
         make_engine(ledger, hardware)
     except ScenarioError:

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windtunnel.memory_inputs import (
-    Found,
-    MemoryInputUnreadable,
-    read_deployment_settings,
-    read_log_settings,
-    read_metrics_settings,
-)
+from windtunnel.memory_asked import Asked, Source
+from windtunnel.memory_correction import correction_of
 from windtunnel.memory_settings import (
     check_names,
-    is_setting,
+    check_values,
     read_mean_tokens,
-    read_setting,
-    request_of,
     serve_settings,
     several,
     shown_value,
 )
-from windtunnel.sim.deployment.gpu import GIB, GpuSpec
-from windtunnel.sim.deployment.memory import JudgedPlan, assumptions_of, plan_memory
-from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE, Users, make_plan
-from windtunnel.sim.deployment.memory_request import MeasuredPool, MemoryRequest
+from windtunnel.memory_truth import FormulaCheck, origins
+from windtunnel.sim.deployment.gpu import GpuSpec
+from windtunnel.sim.deployment.memory import JudgedPlan, assumptions_of
+from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE, Users
+from windtunnel.sim.deployment.memory_request import MemoryRequest
 from windtunnel.sim.deployment.model import ModelSpec
+from windtunnel.sim.deployment.refusal import RefusedByVllm
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,6 +46,18 @@ class MemoryReport:
     comparison: Mapping[str, tuple[float | None, float]] = field(default_factory=dict)
     """Where a real start-up was read: for each figure what it had, and what the formula says."""
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What must not be overlooked: that the formula is wrong about the server, or that its start-up failed."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """What each figure is from: "measured", "measured blocks" (or tokens, bytes), "formula", "given", ..."""
+    formula_check: FormulaCheck | None = None
+    """Where a real start-up was read: whether its KV cache lies in the formula's interval."""
+    learnt_bytes: int | None = None
+    """What the real start-up had more for its KV cache than the formula says, if it tells that."""
+    source: str = ""
+    """The log or metrics that were read."""
+    advice: str = ""
+    """What to do where no remedy is known; empty for the usual words."""
 
     @property
     def verdict(self) -> str:
@@ -121,18 +127,21 @@ class MemoryReport:
             "non_torch_bytes": plan.non_torch_bytes,
             "cudagraph_bytes": plan.cudagraph_bytes,
             "interval_90": dict(plan.interval_90._asdict()),
-            "assumptions": list(assumptions_of(plan)),
+            "assumptions": list(self.assumptions),
             "source": plan.source,
+            "origins": dict(self.origins),
             "cudagraph_inside_budget": plan.graphs_inside,
             "total_bytes": plan.total_bytes,
             "free_bytes": plan.free_bytes,
             "requested_bytes": plan.requested_bytes,
             "kv_cache_bytes": plan.kv_cache_bytes,
+            "unexplained_bytes": plan.unexplained_bytes,
             "oom_margin_bytes": plan.margin_bytes,
             "kv_bytes_per_token": plan.kv_bytes_per_token,
             "block_size": plan.block_size,
             "max_state_sequences": plan.max_state_sequences,
             "num_cpu_blocks": plan.num_cpu_blocks,
+            "host_memory": self.host_memory,
             "largest_max_model_len": plan.largest_model_len(),
             "equivalent_gpu_memory_utilization": plan.equivalent_gpu_memory_utilization,
             "suggested_gpu_memory_utilization": plan.suggested_gpu_memory_utilization,
@@ -151,8 +160,26 @@ class MemoryReport:
                 name: {"measured": measured, "formula": formula}
                 for name, (measured, formula) in self.comparison.items()
             },
+            "formula_check": None if self.formula_check is None else self.formula_check.to_dict(),
+            "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
+
+    @property
+    def host_memory(self) -> dict[str, int]:
+        """Bytes of pinned host memory: for one GPU by kind, and of all GPUs."""
+        from windtunnel.sim.deployment.host_memory import host_memory
+
+        return asdict(host_memory(self.judged.plan))
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the figures rest on, in sentences."""
+        told = assumptions_of(self.judged.plan)
+        measured = [name for name, origin in self.origins.items() if origin == "measured" and name.endswith("_bytes")]
+        if not measured:
+            return told
+        return (f"Measured, so that no formula enters: {', '.join(measured)}.", *told)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -193,35 +220,39 @@ class MemoryReport:
     def profile(self) -> dict[str, Any]:
         """What a real start-up teaches about this deployment, for ``correction=`` of later plans.
 
-        Raises ValueError if none was read.
+        Raises ValueError if none was read, or one that says nothing of the formula.
         """
-        if "available_kv_cache_bytes" not in self.comparison:
-            raise ValueError("there is no measured KV cache to learn from: give a log that tells the available memory")
-        measured, formula = self.comparison["available_kv_cache_bytes"]
         request = self.judged.plan.request
-        assert measured is not None, "only measured figures are compared"
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "correction_bytes": round(measured - formula),
-            "model": request.model.name,
-            "gpu": request.gpu.name,
-            "engine": request.version.name,
-            "source": request.measured.source if request.measured else "",
-        }
+        if self.learnt_bytes is None:
+            raise ValueError(
+                "there is no measured KV cache to learn from: give a log or metrics with the GiB, tokens or blocks of "
+                "a pool that gpu_memory_utilization determined (--from-log, --from-metrics)"
+            )
+        return correction_of(request, self.judged.plan, self.learnt_bytes, self.source)
 
     @property
     def row(self) -> MemoryRow:
         """What reports are made of."""
-        from windtunnel.reports.memory_text import MemoryRow
+        from windtunnel.reports.memory_text import NO_REMEDY, MemoryRow
 
         judged = self.judged
         command = "" if self.is_infeasible and not judged.remedies else self.serve_command
-        return MemoryRow(judged, assumptions_of(judged.plan), self.users, self.comparison, self.notes, command)
+        return MemoryRow(
+            judged,
+            self.assumptions,
+            self.users,
+            self.comparison,
+            self.notes,
+            command,
+            self.origins,
+            self.warnings,
+            self.advice or NO_REMEDY,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One combination of a sweep: a report, or why the settings contradict each other."""
+    """One combination of a sweep: a report, or why vLLM refuses its settings."""
 
     values: Mapping[str, Any]
     report: MemoryReport | None
@@ -229,7 +260,7 @@ class SweepPoint:
 
     @property
     def verdict(self) -> str:
-        """That of the plan; "does_not_start" for settings that contradict each other."""
+        """That of the plan; "does_not_start" for settings that vLLM refuses."""
         return self.report.verdict if self.report else DOES_NOT_START
 
     def to_dict(self) -> dict[str, Any]:
@@ -338,17 +369,28 @@ def memory_plan(
     file, Helm values) fill in what is not given; a pool that was measured overrides the formula as long as no setting
     differs from the server's, and corrects it else.  ``correction`` is what ``MemoryReport.profile`` gave, or its file.
 
-    Raises ValueError for settings that are unknown, out of range or contradict each other; MemoryInputUnreadable for
-    files; UnsupportedModel.
+    Raises ValueError for settings that are unknown, out of range or contradict each other, RefusedByVllm (a ValueError)
+    for those that vLLM refuses whatever the memory; MemoryInputUnreadable for files; UnsupportedModel.
     """
-    asked = _Asked.of(
-        {"model": model, "gpu": gpu, "engine": engine, "gpu_memory_gib": gpu_memory_gib, **settings},
-        from_log=from_log,
-        from_metrics=from_metrics,
-        from_deployment=from_deployment,
-        correction=correction,
+    source = Source.read(from_log, from_metrics, from_deployment, correction)
+    given = {"model": model, "gpu": gpu, "engine": engine, "gpu_memory_gib": gpu_memory_gib, **settings}
+    return _report(Asked.of(given, source), read_mean_tokens(mean_tokens))
+
+
+def _report(asked: Asked, mean_tokens: int | None, *, with_remedies: bool = True) -> MemoryReport:
+    judged = asked.judged(with_remedies=with_remedies)
+    return MemoryReport(
+        judged,
+        mean_tokens,
+        asked.comparison,
+        asked.notes,
+        asked.warnings,
+        origins(judged.plan, asked.measured_origins, asked.given),
+        asked.formula_check,
+        asked.learnt_bytes,
+        asked.source,
+        asked.advice,
     )
-    return asked.report(read_mean_tokens(mean_tokens))
 
 
 def memory_sweep(
@@ -368,144 +410,34 @@ def memory_sweep(
 
     Several values are a sequence, or text such as "0.80:0.98:0.02" (first, last, step) or "auto,fp8".
 
-    Raises ValueError as ``memory_plan`` does for what no combination can mend, and for more than 2,000 combinations.
+    What vLLM refuses, such as a tensor_parallel_size that does not divide the heads, is a point that does not start.
+
+    Raises ValueError, as ``memory_plan`` does, for a value that no release takes and for an unknown name, whichever
+    combination they are in, and for more than 2,000 combinations.
     """
     given = {"model": model, "gpu": gpu, "engine": engine, "gpu_memory_gib": gpu_memory_gib, **settings}
     check_names(given)
     values = {name: several(name, value) for name, value in given.items() if value is not None}
+    check_values(values)
     axes = tuple(name for name, each in values.items() if len(each) > 1)
     if math.prod(len(each) for each in values.values()) > MOST_PLANS:
         raise ValueError(
             f"{math.prod(len(each) for each in values.values()):,} combinations of {', '.join(axes)} are more than "
             f"{MOST_PLANS:,}: take longer steps or fewer values"
         )
-    files: dict[str, Any] = {
-        "from_log": from_log,
-        "from_metrics": from_metrics,
-        "from_deployment": from_deployment,
-        "correction": correction,
-    }
+    source = Source.read(from_log, from_metrics, from_deployment, correction)
     tokens = read_mean_tokens(mean_tokens)
     points = []
     for combination in product(*values.values()):
         chosen = dict(zip(values, combination, strict=True))
         shown = {name: shown_value(chosen[name]) for name in axes}
         try:
-            asked = _Asked.of(chosen, **files)
-            points.append(SweepPoint(shown, asked.report(tokens, with_remedies=False)))
-        except MemoryInputUnreadable:
-            raise
-        except ValueError as error:
+            report = _report(Asked.of(chosen, source), tokens, with_remedies=False)
+            points.append(SweepPoint(shown, report))
+        except RefusedByVllm as error:
             points.append(SweepPoint(shown, None, str(error)))
-    if all(point.report is None for point in points):
-        raise ValueError(points[0].error)
-    notes = next(point.report.notes for point in points if point.report)
-    return MemorySweep(axes, tuple(points), notes)
-
-
-# --- from what was given to a request
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request, and what was read beside it."""
-
-    request: MemoryRequest
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Figures of a real start-up, by the names of the plan."""
-    is_as_measured: bool = False
-    notes: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(
-        given: Mapping[str, Any],
-        *,
-        from_log: str | Path | None = None,
-        from_metrics: str | Path | None = None,
-        from_deployment: str | Path | None = None,
-        correction: str | Path | Mapping[str, Any] | None = None,
-    ) -> _Asked:
-        check_names(given)
-        if from_log is not None and from_metrics is not None:
-            raise ValueError("--from-log and --from-metrics both tell the pool: give one of them")
-        found = Found()
-        if from_deployment is not None:
-            found = found.under(read_deployment_settings(from_deployment))
-        if from_log is not None:
-            found = found.under(read_log_settings(from_log))
-        if from_metrics is not None:
-            found = found.under(read_metrics_settings(from_metrics))
-        own = {name: value for name, value in given.items() if value is not None}
-        request, notes = request_of({**found.settings, **own})
-        differs = _differences(found.settings, own)
-        if correction is not None:
-            if found.measured is not None:
-                raise ValueError("a correction and a measured pool exclude each other: give one of them")
-            learnt = _correction(correction)
-            notes += _mismatches(learnt, request)
-            request = replace(request, correction_bytes=learnt["correction_bytes"])
-        if found.measured is None:
-            return _Asked(request, notes=(*found.notes, *notes))
-        if not differs:
-            return _Asked(replace(request, measured=found.measured), found.facts, True, (*found.notes, *notes))
-        as_it_was, _ = request_of({**own, **found.settings})
-        gap = _gap(as_it_was, found.measured)
-        told = (
-            f"Not as the measured server had it: {', '.join(differs)}.  The formula is used, corrected by "
-            f"{gap / GIB:+.2f} GiB, by which that server's KV cache differed from it."
-        )
-        return _Asked(replace(request, correction_bytes=gap), {}, False, (*found.notes, *notes, told))
-
-    def report(self, mean_tokens: int | None, *, with_remedies: bool = True) -> MemoryReport:
-        judged = plan_memory(self.request, with_remedies=with_remedies)
-        comparison = {}
-        if self.is_as_measured:
-            formula = make_plan(replace(self.request, measured=None))
-            comparison = {
-                name: (float(value), float(getattr(formula, name)))
-                for name, value in self.facts.items()
-                if value is not None
-            }
-        return MemoryReport(judged, mean_tokens, comparison, self.notes)
-
-
-def _gap(as_it_was: MemoryRequest, measured: MeasuredPool) -> int:
-    """Bytes that the measured server had more for its KV cache than the formula says."""
-    formula = make_plan(as_it_was)
-    real = make_plan(replace(as_it_was, measured=measured))
-    if measured.available_bytes is not None:
-        return measured.available_bytes - formula.available_kv_cache_bytes
-    return real.kv_cache_bytes - formula.kv_cache_bytes
-
-
-def _differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Settings that were given otherwise than the server had them."""
-    both = (name for name in own if name in found and is_setting(name))
-    return [name for name in both if read_setting(name, own[name]) != read_setting(name, found[name])]
-
-
-def _correction(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    """What ``MemoryReport.profile`` gave, or its file."""
-    content: Any = given
-    if not isinstance(given, Mapping):
-        try:
-            content = json.loads(Path(given).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise MemoryInputUnreadable(f"{given}: {error.strerror}") from None
-        except ValueError as error:
-            raise MemoryInputUnreadable(f"{given}: not valid JSON ({error})") from None
-    value = content.get("correction_bytes") if isinstance(content, Mapping) else None
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise MemoryInputUnreadable(f"{given}: lacks the whole number 'correction_bytes' (--save-correction writes it)")
-    found: Mapping[str, Any] = content
-    return found
-
-
-def _mismatches(learnt: Mapping[str, Any], request: MemoryRequest) -> tuple[str, ...]:
-    """What the correction was learnt on, where it is not what is planned."""
-    planned = {"model": request.model.name, "gpu": request.gpu.name, "engine": request.version.name}
-    differ = [f"{key} {learnt[key]}" for key, name in planned.items() if learnt.get(key) not in (None, name)]
-    return (f"The correction was learnt with {', '.join(differ)}.",) if differ else ()
+    first = next((point.report for point in points if point.report), None)
+    return MemorySweep(axes, tuple(points), (*first.warnings, *first.notes) if first else ())
 
 
 def _version() -> str:

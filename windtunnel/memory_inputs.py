@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from windtunnel.sim.deployment.gpu import GIB
 from windtunnel.sim.deployment.memory_request import MeasuredPool
 
 if TYPE_CHECKING:
+    from windtunnel.sim.deployment.metrics_text import MetricsFacts
     from windtunnel.sim.deployment.startup_log import StartupFacts
 
 
@@ -25,7 +27,16 @@ class Found:
     settings: Mapping[str, Any] = field(default_factory=dict)
     measured: MeasuredPool | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    """Figures of a real start-up, by the names of the plan; None is not known."""
+    failure: tuple[str, str] | None = None
+    """Kind and text of the error that ended the start-up."""
     notes: tuple[str, ...] = ()
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Where each setting and figure stands, in words ("vllm.log, line 12")."""
+
+    def place(self, name: str) -> str:
+        """Where a setting or figure was read."""
+        return self.places.get(name) or (self.measured.source if self.measured else "what was read")
 
     def under(self, other: Found) -> Found:
         """Both together; what ``other`` says of a setting counts."""
@@ -33,7 +44,9 @@ class Found:
             {**self.settings, **other.settings},
             other.measured or self.measured,
             {**self.facts, **other.facts},
+            other.failure or self.failure,
             (*self.notes, *other.notes),
+            {**self.places, **other.places},
         )
 
 
@@ -49,6 +62,7 @@ _TAKEN = (
     "kv_cache_memory_bytes",
     "num_gpu_blocks_override",
     "cpu_offload_gb",
+    "kv_offloading_size",
     "dtype",
     "kv_cache_dtype",
     "block_size",
@@ -104,14 +118,15 @@ def read_deployment_settings(source: str | Path) -> Found:
         settings["engine"] = found.engine_version
     if found.gpu:
         settings["gpu"] = found.gpu
+    places = dict.fromkeys(settings, "the deployment")
     left_out = [name for name in _MATTERS if given.get(name)]
     notes = list(found.notes)
     if speculative:
         notes.append("The weights of a drafter are not counted.")
     if left_out:
         notes.append(f"Not planned, though it changes the memory: {', '.join(left_out)}.")
-    notes += [f"{flag} is no flag of vLLM" for flag in found.unknown]
-    return Found(settings, notes=tuple(notes))
+    notes += found.unknown
+    return Found(settings, notes=tuple(notes), places=places)
 
 
 # --- a log
@@ -145,49 +160,137 @@ _COMPARED = {
 def read_log_settings(path: str | Path) -> Found:
     """The settings and the pool of the last start-up in a log.
 
-    Raises MemoryInputUnreadable for a file that cannot be read or holds no line of vLLM's.
+    Raises MemoryInputUnreadable for a file that cannot be read or holds no line of vLLM's; ValueError for a size that
+    no card has.
     """
-    from windtunnel.sim.deployment.startup_log import read_startup_log
+    from windtunnel.sim.deployment.startup_log import check, read_startup_log
 
     try:
-        facts = read_startup_log(_text(path), name=str(path))
+        facts = read_startup_log(_pieces(path), name=str(path))
     except ValueError as error:
         raise MemoryInputUnreadable(str(error)) from None
+    _check_sizes(facts)
     settings = _arguments(facts)
     for name, attribute in _FROM_LOG.items():
         value = getattr(facts, attribute)
         if value is not None:
             settings[name] = value
+    if facts.max_model_len is None and facts.max_concurrency_tokens:
+        settings["max_model_len"] = facts.max_concurrency_tokens
     notes = list(facts.notes)
-    if facts.total_memory_bytes is not None:
-        settings["gpu_memory_gib"] = facts.total_memory_bytes / GIB
+    if (total := _total_bytes(facts)) is not None:
+        settings["gpu_memory_gib"] = total / GIB
     if facts.free_memory_bytes is not None:
         settings["free_memory_gib"] = facts.free_memory_bytes / GIB
     if facts.vllm_version:
         settings |= _engine(facts.vllm_version, notes)
     if facts.engine == "V0":
         settings["v0"] = True
-    notes += [f"{path}, line {error.line}: {error.text}" for error in facts.errors]
-    figures = {name: getattr(facts, attribute) for name, attribute in _COMPARED.items()}
-    graphs = facts.cudagraph_estimate_bytes
-    figures["cudagraph_bytes"] = facts.cudagraph_actual_bytes if graphs is None else graphs
+    notes += [f"{path} contradicts itself: {told}" for told in check(facts)]
+    failed = facts.errors[-1] if facts.errors and not facts.started else None
+    notes += [f"{path}, line {error.line}: {error.text}" for error in facts.errors if error is not failed]
+    if facts.profiled_num_gpu_blocks is not None and facts.num_gpu_blocks is not None:
+        settings.setdefault("num_gpu_blocks_override", facts.num_gpu_blocks)
+    settings |= _block_size(facts, settings, notes)
+    places = _places(facts, settings)
+    failure = (failed.kind, f"{path}, line {failed.line}: {failed.text}") if failed else None
     measured = MeasuredPool(
         str(path),
         facts.available_kv_cache_bytes,
         facts.num_gpu_blocks,
         facts.kv_cache_tokens,
         facts.max_concurrency_tokens or facts.max_model_len,
+        facts.profiled_num_gpu_blocks,
     )
     known = (measured.available_bytes, measured.num_gpu_blocks, measured.kv_cache_tokens)
     if all(value is None for value in known):
         notes.append(f"{path} does not tell the KV cache: it is that of the formula")
-        return Found(settings, None, {}, tuple(notes))
-    return Found(settings, measured, figures, tuple(notes))
+        return Found(settings, None, {}, failure, tuple(notes), places)
+    return Found(settings, measured, _figures(facts), failure, tuple(notes), places)
+
+
+_LONGER_BLOCKS = (32, 64, 128, 256)
+
+
+def _block_size(facts: StartupFacts, settings: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The block size that tokens and blocks tell, where no line states it; that of models with one kind of layers."""
+    tokens, blocks = facts.kv_cache_tokens, facts.num_gpu_blocks
+    if "block_size" in settings or facts.is_hybrid or not tokens or not blocks:
+        return {}
+    for size in _LONGER_BLOCKS:
+        if tokens == blocks * size:
+            notes.append(
+                f"{facts.name}: {tokens:,} tokens are {blocks:,} blocks of {size}, the block_size that is taken"
+            )
+            return {"block_size": size}
+    return {}
+
+
+def _figures(facts: StartupFacts) -> dict[str, Any]:
+    """What is compared with the plan; of the graphs what is taken out of the budget, and what was captured."""
+    figures = {name: getattr(facts, attribute) for name, attribute in _COMPARED.items()}
+    figures["max_concurrency_tokens"] = facts.max_concurrency_tokens
+    figures["cudagraph_estimate_applied"] = facts.cudagraph_estimate_applied
+    figures["cudagraph_captured_bytes"] = facts.cudagraph_actual_bytes
+    figures["cudagraph_bytes"] = facts.cudagraph_estimate_bytes
+    share, equivalent = facts.gpu_memory_utilization, facts.equivalent_gpu_memory_utilization
+    if facts.cudagraph_estimate_bytes is None and share is not None and equivalent is not None:
+        figures["cudagraph_share"] = share - equivalent
+    return figures
+
+
+def _places(facts: StartupFacts, settings: Mapping[str, Any]) -> dict[str, str]:
+    fields = {name: name for name in (*settings, *_COMPARED)}
+    fields |= {"gpu_memory_gib": "total_memory_bytes", "free_memory_gib": "free_memory_bytes", "v0": "engine"}
+    fields |= {"engine": "vllm_version", "cudagraph_bytes": "cudagraph_estimate_bytes"}
+    if facts.max_model_len is None:
+        fields["max_model_len"] = "max_concurrency_tokens"
+    lines = {name: facts.lines.get(field) for name, field in fields.items()}
+    return {name: f"{facts.name}, line {line}" if line else facts.name for name, line in lines.items()}
+
+
+LARGEST_BYTES = 16_384 * GIB
+"""No device has more."""
+_SIGNED = ("available_kv_cache_bytes", "activation_bytes", "non_torch_bytes", "suggested_kv_cache_memory_bytes")
+"""vLLM prints what is left even if it is less than nothing, and small parts are differences of rounded figures."""
+
+
+def _check_sizes(facts: StartupFacts) -> None:
+    """Raise ValueError for a size that is no size of a device's memory."""
+    for name, line in facts.lines.items():
+        value = getattr(facts, name)
+        if not name.endswith("_bytes") or value is None:
+            continue
+        least = -LARGEST_BYTES if name in _SIGNED else 0
+        if not least <= value <= LARGEST_BYTES:
+            raise ValueError(
+                f"{facts.name}, line {line}: {name} is {value / GIB:,.2f} GiB, which must lie between "
+                f"{least / GIB:,.0f} and {LARGEST_BYTES / GIB:,.0f} GiB; mend that line of the log or leave it out"
+            )
+
+
+def _total_bytes(facts: StartupFacts) -> float | None:
+    """The card's memory: as logged with two decimals, or the one among those that round to it which also gives the
+    logged budget (ceil(total x gpu_memory_utilization)) when rounded."""
+    total, requested, share = facts.total_memory_bytes, facts.requested_memory_bytes, facts.gpu_memory_utilization
+    if total is None or requested is None or not share:
+        return total
+    half = 0.005 * GIB
+    low, high = max(total - half, (requested - half) / share), min(total + half, (requested + half) / share)
+    is_given = f"{math.ceil(total * share) / GIB:.2f}" == f"{requested / GIB:.2f}"
+    return total if is_given or low >= high else (low + high) / 2
 
 
 def _arguments(facts: StartupFacts) -> dict[str, Any]:
     """Settings that only the logged arguments tell."""
-    names = ("enable_expert_parallel", "num_gpu_blocks_override", "cpu_offload_gb", "dtype")
+    names = (
+        "enable_expert_parallel",
+        "num_gpu_blocks_override",
+        "cpu_offload_gb",
+        "kv_offloading_size",
+        "swap_space",
+        "dtype",
+    )
     given = {name: facts.non_default_args[name] for name in names if facts.non_default_args.get(name) is not None}
     dtype = given.get("dtype")
     if dtype is not None:
@@ -212,15 +315,16 @@ def _engine(version: str, notes: list[str]) -> dict[str, Any]:
 # --- metrics
 
 
-def read_metrics_settings(path: str | Path) -> Found:
-    """The pool in a dump of ``/metrics`` or in Prometheus' JSON.
+def read_metrics_settings(source: str | Path) -> Found:
+    """The pool in ``/metrics`` or in Prometheus' JSON: a file, or the address of either (http or https).
 
-    Raises MemoryInputUnreadable for a file that cannot be read or holds no metrics of vLLM's.
+    Raises MemoryInputUnreadable for what cannot be read or holds no metrics of vLLM's.
     """
     from windtunnel.sim.deployment.metrics_text import read_metrics
 
+    path = str(source)
     try:
-        facts = read_metrics(_text(path), name=str(path))
+        facts = read_metrics(_fetched(path) if "://" in path else _text(path), name=path)
     except ValueError as error:
         raise MemoryInputUnreadable(str(error)) from None
     if facts.num_gpu_blocks is None and facts.kv_cache_tokens is None:
@@ -231,12 +335,74 @@ def read_metrics_settings(path: str | Path) -> Found:
         "kv_cache_memory_bytes": facts.kv_cache_memory_bytes,
         "kv_cache_dtype": facts.cache_dtype,
         "enable_prefix_caching": facts.enable_prefix_caching,
+        "num_gpu_blocks_override": facts.num_gpu_blocks_override,
+        "max_model_len": _length_of(facts),
         "model": facts.model,
     }
     settings = {name: value for name, value in named.items() if value is not None}
-    figures = {"num_gpu_blocks": facts.num_gpu_blocks, "kv_cache_tokens": facts.kv_cache_tokens}
-    measured = MeasuredPool(str(path), None, facts.num_gpu_blocks, facts.kv_cache_tokens)
-    return Found(settings, measured, figures, facts.notes)
+    figures: dict[str, Any] = {"num_gpu_blocks": facts.num_gpu_blocks, "kv_cache_tokens": facts.kv_cache_tokens}
+    figures |= {"max_concurrency": facts.max_concurrency, "max_concurrency_tokens": _length_of(facts)}
+    measured = MeasuredPool(path, None, facts.num_gpu_blocks, facts.kv_cache_tokens, _length_of(facts))
+    lines = {name: facts.lines.get("cache_dtype" if name == "kv_cache_dtype" else name) for name in named}
+    places = {name: f"{path}, line {line}" if line else path for name, line in lines.items()}
+    return Found(settings, measured, figures, None, facts.notes, places)
+
+
+def _length_of(facts: MetricsFacts) -> int | None:
+    """The max_model_len behind kv_cache_size_tokens = int(kv_cache_max_concurrency x max_model_len), which 0.24 and
+    later have; None where no length gives just that."""
+    tokens, concurrency = facts.kv_cache_tokens, facts.max_concurrency
+    if not tokens or not concurrency or concurrency < 1:
+        return None
+    nearest = round(tokens / concurrency)
+    fitting = (length for length in (nearest, nearest + 1) if int(concurrency * length) == tokens)
+    return next(fitting, None)
+
+
+TIMEOUT_S = 10.0
+"""For an answer from a server."""
+LARGEST_ANSWER_BYTES = 64 * 2**20
+
+
+def _fetched(address: str) -> str:
+    """The text at an http address; ValueError says why there is none."""
+    import http.client
+    import urllib.error
+    import urllib.request
+
+    if address.partition("://")[0].casefold() not in ("http", "https"):
+        raise ValueError(f"{address}: must begin with http:// or https://, or be the name of a file")
+    hint = "give the address of a running server, such as http://HOST:8000/metrics, or a file with its text"
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
+            content: bytes = answer.read(LARGEST_ANSWER_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        raise ValueError(f"{address}: the server answered {error.code} ({error.reason}); {hint}") from None
+    except TimeoutError:
+        raise ValueError(f"{address}: no answer within {TIMEOUT_S:g} s; {hint}") from None
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            raise ValueError(f"{address}: no answer within {TIMEOUT_S:g} s; {hint}") from None
+        said = getattr(error.reason, "strerror", None) or str(error.reason)
+        raise ValueError(f"{address}: cannot be reached ({said}); {hint}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ValueError(f"{address}: cannot be read ({str(error) or type(error).__name__}); {hint}") from None
+    if len(content) > LARGEST_ANSWER_BYTES:
+        raise ValueError(f"{address}: the answer is longer than {LARGEST_ANSWER_BYTES >> 20} MiB; {hint}")
+    return content.decode("utf-8", errors="replace")
+
+
+_PIECE = 2**16
+
+
+def _pieces(path: str | Path) -> Iterator[str]:
+    """The text of a file in pieces of whole lines, so that a large one need not be held at once."""
+    try:
+        with Path(path).open(encoding="utf-8", errors="replace") as file:
+            while piece := file.read(_PIECE):
+                yield piece + file.readline()
+    except OSError as error:
+        raise MemoryInputUnreadable(f"{path}: {error.strerror}") from None
 
 
 def _text(path: str | Path) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeVar
 
-from windtunnel.scenarios.units import parse_count, parse_size_bytes
+from windtunnel.scenarios.units import parse_count, parse_gib, parse_size_bytes
 from windtunnel.sim.deployment.engine_args import ENGINE, check_gpu_memory_utilization
 from windtunnel.sim.deployment.gpu import GIB, GpuSpec, bundled_gpus, load_gpu
 from windtunnel.sim.deployment.memory_request import FIT, MemoryRequest
-from windtunnel.sim.deployment.model import ModelSpec, load_model
+from windtunnel.sim.deployment.model import ModelSpec, UnsupportedModel, load_model
 from windtunnel.sim.deployment.model_spec import DTYPE_BYTES
-from windtunnel.sim.deployment.versions import profile
+from windtunnel.sim.deployment.versions import VersionProfile, profile
+
+T = TypeVar("T")
 
 MOST_VALUES = 500
 """Of one setting in a sweep."""
@@ -28,7 +29,7 @@ def request_of(settings: Mapping[str, Any]) -> tuple[MemoryRequest, tuple[str, .
     notes: list[str] = []
     model = _model(settings.get("model"), settings.get("dtype"))
     gpu = _gpu(settings.get("gpu"), settings.get("gpu_memory_gib"), notes)
-    version = profile(str(settings.get("engine") or ENGINE))
+    version = _engine(settings.get("engine"))
     values: dict[str, Any] = {}
     for name, value in settings.items():
         if name in _READERS:
@@ -46,37 +47,59 @@ def request_of(settings: Mapping[str, Any]) -> tuple[MemoryRequest, tuple[str, .
 def _model(given: str | ModelSpec | None, dtype: str | None) -> ModelSpec:
     if given is None:
         raise ValueError("no model: give --model NAME (windtunnel models lists them) or the path of a config.json")
-    model = given if isinstance(given, ModelSpec) else load_model(given)
-    wanted = _DTYPE_ALIASES.get(dtype or "auto", dtype or "auto")
-    if wanted == "auto":
-        return model
-    if wanted not in DTYPE_BYTES:
+    model = given if isinstance(given, ModelSpec) else _of_flag("model", load_model, given)
+    wanted = _dtype(dtype or "auto")
+    return model if wanted == "auto" else replace(model, dtype=wanted)
+
+
+def _dtype(given: str) -> str:
+    wanted = _DTYPE_ALIASES.get(given, given)
+    if wanted not in ("auto", *DTYPE_BYTES):
         known = ", ".join(("auto", *DTYPE_BYTES, *_DTYPE_ALIASES))
-        raise ValueError(f"--dtype: {dtype!r} must be one of {known}")
-    return replace(model, dtype=wanted)
+        raise ValueError(f"--dtype: {given!r} must be one of {known}")
+    return wanted
 
 
 def _gpu(given: str | GpuSpec | None, memory_gib: Any, notes: list[str]) -> GpuSpec:
     if given is None and memory_gib is None:
         raise ValueError("no GPU: give --gpu NAME (windtunnel gpus lists them) or --gpu-memory-gib")
     if memory_gib is None:
-        return given if isinstance(given, GpuSpec) else load_gpu(str(given))
-    total = round(_read_gib("gpu_memory_gib", memory_gib) * GIB)
-    if total < GIB:
-        raise ValueError(f"--gpu-memory-gib: {memory_gib!r} must be at least 1 GiB")
+        return _named_gpu(given)
+    total = round(_total_gib(memory_gib) * GIB)
     if given is not None:
-        known = given if isinstance(given, GpuSpec) else load_gpu(str(given))
+        known = _named_gpu(given)
         return replace(known, memory_bytes=total, memory_source="given")
     near = min(map(load_gpu, bundled_gpus()), key=lambda gpu: abs(gpu.memory_bytes - total))
     notes.append(f"The GPU has no name; what is not its memory is taken as that of {near.name}.")
     return replace(near, name=f"GPU with {total / GIB:.2f} GiB", memory_bytes=total, memory_source="given", aliases=())
 
 
-def _read_gib(name: str, value: Any) -> float:
+def _named_gpu(given: str | GpuSpec | None) -> GpuSpec:
+    return given if isinstance(given, GpuSpec) else _of_flag("gpu", load_gpu, str(given))
+
+
+def _total_gib(value: Any) -> float:
     try:
-        return _gib(value)
+        total = _gib(value)
+        if total < 1:
+            raise ValueError("must be at least 1 GiB, the total that the driver reports")
     except ValueError as error:
-        raise ValueError(f"{_flag(name)}: {value!r} {error}") from None
+        raise ValueError(f"--gpu-memory-gib: {value!r} {error}") from None
+    return total
+
+
+def _engine(given: str | None) -> VersionProfile:
+    return _of_flag("engine", profile, str(given or ENGINE))
+
+
+def _of_flag(name: str, load: Callable[[str], T], value: str) -> T:
+    """What ``load`` makes of a name; its complaint begins with the flag."""
+    try:
+        return load(value)
+    except UnsupportedModel:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{_flag(name)}: {error}") from None
 
 
 def serve_settings(request: MemoryRequest) -> dict[str, Any]:
@@ -99,9 +122,25 @@ def serve_settings(request: MemoryRequest) -> dict[str, Any]:
         "num_gpu_blocks_override",
     )
     written = {"model": request.model.name, **{name: getattr(request, name) for name in names}}
+    written |= {
+        "cpu_offload_gb": request.cpu_offload_gib,
+        "kv_offloading_size": request.kv_offloading_gib,
+        "swap_space": None if request.swap_space_gib is None else round(request.swap_space_gib * GIB),
+        "dtype": _other_dtype(request.model),
+        "disable_hybrid_kv_cache_manager": request.disable_hybrid_kv_cache_manager or None,
+    }
     if request.max_loras:
         written |= {"enable_lora": True, "max_loras": request.max_loras, "max_lora_rank": request.max_lora_rank}
     return written
+
+
+def _other_dtype(model: ModelSpec) -> str | None:
+    """The dtype where it is not the bundled model's own; None also for a model that is not bundled."""
+    try:
+        own = load_model(model.name).dtype
+    except ValueError:
+        return None
+    return None if model.dtype == own else model.dtype
 
 
 def is_setting(name: str) -> bool:
@@ -182,26 +221,31 @@ MOST_GIB = 16_384.0
 
 
 def _gib(value: Any) -> float:
-    number = _gib_of(value)
+    number = parse_gib(value)
     if number > MOST_GIB:
-        raise ValueError(f"must be at most {MOST_GIB:,.0f} GiB (it is a number of GiB)")
+        raise ValueError(f"must be at most {MOST_GIB:,.0f}: this flag takes GiB, not MiB or bytes")
     return number
 
 
-def _gib_of(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        try:
-            size = parse_size_bytes(str(value))
-        except ValueError:
-            raise ValueError("must be a number of GiB (2^30 bytes), without a unit") from None
+def _gib_above_0(value: Any) -> float:
+    number = _gib(value)
+    if number <= 0:
+        raise ValueError("must be a number of GiB above 0")
+    return number
+
+
+LEAST_KV_BYTES = 2**16
+"""No block of a language model is smaller: less is a number of GiB without its unit."""
+
+
+def _kv_bytes(value: Any) -> int:
+    size = parse_size_bytes(value)
+    if 0 < size < LEAST_KV_BYTES:
         raise ValueError(
-            f"must be a number of GiB (2^30 bytes), without a unit: {value} is {size / GIB:.2f} GiB"
-        ) from None
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError("must be a number of GiB of at least 0")
-    return number
+            f"is {size:,} bytes, less than one block: a number without a unit counts bytes; write {size}GiB for "
+            f"{size} * 2**30 bytes"
+        )
+    return size
 
 
 def _length(value: Any) -> int:
@@ -241,7 +285,14 @@ _COUNTS = (
     "max_loras",
     "max_lora_rank",
 )
-_NUMBERS = ("gpu_memory_utilization", "free_memory_gib", "gpu_memory_gib", "cpu_offload_gb", "swap_space")
+_NUMBERS = (
+    "gpu_memory_utilization",
+    "free_memory_gib",
+    "gpu_memory_gib",
+    "cpu_offload_gb",
+    "swap_space",
+    "kv_offloading_size",
+)
 _READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(_COUNTS, _at_least_one),
     "max_model_len": _length,
@@ -252,17 +303,23 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "enable_prefix_caching": _switch,
     "enforce_eager": _switch,
     "disable_hybrid_kv_cache_manager": _switch,
-    "kv_cache_memory_bytes": parse_size_bytes,
+    "kv_cache_memory_bytes": _kv_bytes,
     "swap_space": _gib,
     "cpu_offload_gb": _gib,
+    "kv_offloading_size": _gib_above_0,
     "usage_context": _choice,
-    "free_memory_gib": _gib,
+    "free_memory_gib": _gib_above_0,
     "v0": _switch,
     "num_speculative_tokens": parse_count,
     "enable_lora": _switch,
     "allows_long_max_model_len": _switch,
 }
-_FIELD_OF = {"swap_space": "swap_space_gib", "cpu_offload_gb": "cpu_offload_gib", "v0": "uses_v0_engine"}
+_FIELD_OF = {
+    "swap_space": "swap_space_gib",
+    "cpu_offload_gb": "cpu_offload_gib",
+    "kv_offloading_size": "kv_offloading_gib",
+    "v0": "uses_v0_engine",
+}
 _OTHERS = ("model", "gpu", "engine", "gpu_memory_gib", "dtype")
 
 
@@ -274,6 +331,17 @@ def check_names(given: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, n=3)
             hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
             raise ValueError(f"unknown setting {name!r} ({hint})")
+
+
+def check_values(values: Mapping[str, Sequence[Any]]) -> None:
+    """Raise ValueError, naming flag and element, for the first value that no release, card or model takes."""
+    readers = {"gpu": _named_gpu, "engine": _engine, "gpu_memory_gib": _total_gib, "dtype": _dtype}
+    for name, each in values.items():
+        for value in each:
+            if name in _READERS:
+                read_setting(name, value)
+            elif name in readers:
+                readers[name](value)
 
 
 def read_setting(name: str, value: Any) -> Any:

@@ -38,8 +38,12 @@ class _Given(NamedTuple):
 def read_arguments(words: Sequence[Word], reading: Reading, program: str, base_dir: Path) -> None:
     """Read what follows ``vllm serve``; relative ``--config`` paths start at ``base_dir``.
 
-    Raises DeploymentError for a value of the wrong type or out of range, and for a flag without its value.
+    Raises DeploymentError for a value of the wrong type or out of range, for a flag without its value, and for a quote
+    that is never closed.
     """
+    for word in words:
+        if word.unclosed is not None:
+            raise word.unclosed.complaint()
     _Arguments(reading, program, base_dir).read(_apart(words, reading))
 
 

@@ -33,6 +33,8 @@ _WITHOUT_VALUE = {
     "--tty",
 }
 """Options of ``docker run`` and ``podman run`` that stand alone."""
+_HANDS_ON = ("bash", "sh", "zsh", "dash", "ksh", "eval", "ssh", "su", "sudo", "nohup", "srun", "screen", "tmux")
+"""Programs whose argument is a command; elsewhere an apostrophe in prose is no quote."""
 _SHORT_WITH_VALUE = set("ehlmpuvwac")
 
 
@@ -80,7 +82,16 @@ def launches_in_text(
             )
         launches += inner
         notes += more
+    if not launches:
+        _check_quotes(found)
     return _without_followers(launches), notes
+
+
+def _check_quotes(found: Sequence[Command]) -> None:
+    """Raise DeploymentError for a quote that is never closed and so hides vLLM's start."""
+    for word in (word for command in found for word in command.words):
+        if word.unclosed is not None and _MENTION.search(word.unclosed.text):
+            raise word.unclosed.complaint()
 
 
 def launches_in(command: Command, variables: Mapping[str, str] | None = None) -> tuple[list[Launch], list[str]]:
@@ -130,6 +141,8 @@ def _handed_on(
     notes: list[str] = []
     for word in words:
         if any(letter.isspace() for letter in word.text) and _MENTION.search(word.text):
+            if word.unclosed is not None and PurePosixPath(words[0].text).name in _HANDS_ON:
+                raise word.unclosed.complaint()
             known = {**(variables or {}), **environment}
             inner, more = launches_in_text(word.text, _lines_from(word.source), known)
             found += [launch._replace(environment={**environment, **launch.environment}) for launch in inner]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from windtunnel.scenarios.deployments.errors import DeploymentError
 from windtunnel.scenarios.deployments.options import option_of_key
 from windtunnel.scenarios.deployments.reading import Reading
 from windtunnel.scenarios.deployments.settings import SETTINGS, from_python
@@ -17,7 +18,7 @@ _LOGGED = re.compile(r"non-default args: (?=\{)|\bargs: Namespace(?=\()")
 _RELEASE = re.compile(
     r"(?:vLLM API server version|LLM engine \(v?(?:ersion )?|\bversion) ?v?(\d+(?:\.\d+)+(?:\.post\d+)?)"
 )
-_OPEN, _CLOSE = "([{", ")]}"
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _OF_THE_PROGRAM = ("config", "dispatch_function", "subparser")
 """What a logged Namespace holds beside the server's arguments."""
@@ -100,11 +101,38 @@ def calls(text: str, origin: str) -> list[Found]:
 
 
 def dict_keywords(text: str, origin: str, line: int = 1) -> list[Keyword]:
-    """The entries of a dict or a call in text, however odd its values; ``text`` begins at its bracket."""
-    return [
-        Keyword(name.strip().strip("'\""), _literal(value.strip()), _place(origin, line + at))
-        for name, value, at in _entries(text)
-    ]
+    """The entries of a dict or a call in text, however odd its values; ``text`` begins at its bracket.
+
+    Raises DeploymentError for a quote or bracket that is never closed.
+    """
+    try:
+        return [
+            Keyword(name.strip().strip("'\""), _literal(value.strip()), _place(origin, line + at))
+            for name, value, at in _entries(text)
+        ]
+    except _Open as error:
+        place = _place(origin, line + text.count("\n", 0, error.at)) or "arguments"
+        raise DeploymentError(f"{place}: {error.told(text)}") from None
+
+
+class _Open(Exception):
+    """A quote or bracket without its end; ``closing`` is what would close it."""
+
+    def __init__(self, at: int, closing: str) -> None:
+        super().__init__(at, closing)
+        self.at = at
+        self.closing = closing
+
+    def told(self, text: str) -> str:
+        """What is wrong, with the text from there on, and the remedy."""
+        first = text[self.at :].splitlines()[0].rstrip()
+        shown = first if len(first) <= 40 else f"{first[:37]}..."
+        is_quote = self.closing in "'\""
+        before = ", or one before it is missing" if is_quote else ""
+        return (
+            f"the {'quote' if is_quote else 'bracket'} that opens at  {shown}  is never closed{before}: write "
+            f"{self.closing} where it belongs, or copy the whole line"
+        )
 
 
 def logged(text: str, origin: str) -> tuple[list[Keyword], str, int, bool]:
@@ -171,10 +199,18 @@ def _value(node: ast.expr, constants: Mapping[str, Any]) -> Any:
 
 
 def _calls_in_fragments(text: str, origin: str) -> Iterator[Found]:
-    """Calls in a text that is no whole Python program."""
+    """Calls in a text that is no whole Python program; one without its end counts only if there is no other."""
+    broken: DeploymentError | None = None
+    num_found = 0
     for match in _CALL.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
-        yield Found(match[1], dict_keywords(text[match.end() - 1 :], origin, line), line)
+        try:
+            yield Found(match[1], dict_keywords(text[match.end() - 1 :], origin, line), line)
+            num_found += 1
+        except DeploymentError as error:
+            broken = broken or error
+    if broken is not None and not num_found:
+        raise broken
 
 
 def _literal(text: str) -> Any:
@@ -190,8 +226,9 @@ def _entries(text: str) -> Iterator[tuple[str, str, int]]:
     """Names and values between the first bracket and its end, with the line of each name counted from 0.
 
     Values such as ``<Backend.X: 1>`` or ``Config(a=1)`` are no literals, so brackets and quotes are followed by hand.
+    Raises _Open for one without its end.
     """
-    depth = 0
+    opened: list[int] = []
     start, name, line = 0, "", 0
     at = 0
     while at < len(text):
@@ -199,13 +236,16 @@ def _entries(text: str) -> Iterator[tuple[str, str, int]]:
         if letter in "'\"":
             at = _end_of_string(text, at)
             continue
-        if letter in _OPEN:
-            depth += 1
-            start = at + 1 if depth == 1 else start
-        elif letter in _CLOSE:
-            depth -= 1
-        is_end = depth == 0 or (letter == "," and depth == 1)
-        if letter in ":=" and depth == 1 and not name:
+        if letter in _BRACKETS:
+            opened.append(at)
+            start = at + 1 if len(opened) == 1 else start
+        elif letter in _BRACKETS.values():
+            expected = _BRACKETS[text[opened[-1]]]
+            if letter != expected:
+                raise _Open(opened[-1], expected)
+            opened.pop()
+        is_end = not opened or (letter == "," and len(opened) == 1)
+        if letter in ":=" and len(opened) == 1 and not name:
             name, start = text[start:at], at + 1
             line = text.count("\n", 0, at)
         elif is_end:
@@ -213,14 +253,21 @@ def _entries(text: str) -> Iterator[tuple[str, str, int]]:
             if name or rest:
                 yield (name or "model", rest, line if name else text.count("\n", 0, at))
             name, start = "", at + 1
-        if depth == 0:
+        if not opened:
             return
         at += 1
+    raise _Open(opened[-1], _BRACKETS[text[opened[-1]]])
 
 
 def _end_of_string(text: str, at: int) -> int:
-    """The index behind the string that begins here."""
-    quote, at = text[at], at + 1
-    while at < len(text) and text[at] != quote:
+    """The index behind the string that begins here.  Raises _Open if it does not end, on its line or at all."""
+    start, quote = at, text[at]
+    mark = 3 * quote if text.startswith(3 * quote, at) else quote
+    at += len(mark)
+    while at < len(text) and not text.startswith(mark, at):
+        if text[at] == "\n" and len(mark) == 1:
+            break
         at += 2 if text[at] == "\\" else 1
-    return at + 1
+    if not text.startswith(mark, at):
+        raise _Open(start, quote)
+    return at + len(mark)

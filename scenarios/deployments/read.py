@@ -208,10 +208,8 @@ def _read_command(text: str, origin: str, base_dir: Path) -> list[ImportedDeploy
 
 
 def _lined_words(text: str, origin: str) -> list[Word]:
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        found += split_words(line.rstrip("\\ "), f"{origin}:{number}")
-    return found
+    without_joints = re.sub(r"[\\ \t]+$", "", text, flags=re.MULTILINE)
+    return split_words(without_joints, lambda line: f"{origin}:{line + 1}")
 
 
 def _read_launch(

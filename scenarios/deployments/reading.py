@@ -99,13 +99,15 @@ class Reading:
 
     def refuse_unknown(self, flag: str, source: str, candidates: tuple[str, ...] = ()) -> None:
         """Remember a flag that vLLM does not have."""
-        place = f" ({source})" if source else ""
+        place = f"{source}: " if source else ""
+        near = nearest_flags(flag)
         if candidates:
-            hint = f"ambiguous between {', '.join(candidates)}"
+            said = f"may mean {', '.join(candidates[:-1])} or {candidates[-1]}: write one of them in full"
+        elif near:
+            said = f"is no flag of vLLM: {near[0]} is the nearest"
         else:
-            near = nearest_flags(flag)
-            hint = f"nearest {near[0]}" if near else "nothing like it in vLLM"
-        self._once(self.unknown, f"{flag}{place}: {hint}")
+            said = "is no flag of vLLM, and none is like it"
+        self._once(self.unknown, f"{place}{flag} {said}")
 
     def note(self, text: str) -> None:
         """Remember a sentence, once."""

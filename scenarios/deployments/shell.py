@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from windtunnel.scenarios.deployments.words import Word
+from windtunnel.scenarios.deployments.words import Unclosed, Word
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*|[@*#?$!0-9-]")
@@ -33,15 +33,22 @@ def commands(
 
     ``source_of`` gives a source for a line, counted from 0.  Variables keep what the text sets them to, whichever
     branch that is in; ``${NAME:-default}`` falls back to its default; what nothing sets stays as written and is named
-    in the word.  Redirections are left out.
+    in the word.  Redirections are left out.  A quote that is never closed reaches to the end and is told by its word;
+    an array that is never closed raises DeploymentError.
     """
     scanner = _Scanner(text, source_of, dict(variables or {}))
     return scanner.scan(), scanner.notes
 
 
-def split_words(text: str, source: str, variables: Mapping[str, str] | None = None) -> list[Word]:
-    """The words of one line that no shell runs; operators are plain letters."""
-    scanner = _Scanner(text, lambda _: source, dict(variables or {}), operators="\n")
+def split_words(
+    text: str, source: str | Callable[[int], str], variables: Mapping[str, str] | None = None
+) -> list[Word]:
+    """The words of a text that no shell runs; operators are plain letters.
+
+    ``source`` is that of all words, or gives it for a line, counted from 0.
+    """
+    source_of = source if callable(source) else lambda _: source
+    scanner = _Scanner(text, source_of, dict(variables or {}), operators="\n")
     return [word for command in scanner.scan() for word in command.words]
 
 
@@ -53,6 +60,7 @@ class _Field:
         self.parts: list[str] = [""]
         self.is_quoted = False
         self.unresolved: list[str] = []
+        self.unclosed: Unclosed | None = None
 
     def add(self, text: str) -> None:
         self.parts[-1] += text
@@ -176,11 +184,16 @@ class _Scanner:
     def _words_of(self, field_: _Field) -> list[Word]:
         source = self.source_of(field_.line)
         texts = [part for part in field_.parts if part] or ([""] if field_.is_quoted else [])
-        return [Word(text, source, tuple(dict.fromkeys(field_.unresolved))) for text in texts]
+        return [Word(text, source, tuple(dict.fromkeys(field_.unresolved)), field_.unclosed) for text in texts]
+
+    def _unclosed(self, closing: str, start: int, line: int) -> Unclosed:
+        return Unclosed(closing, self.source_of(line), self.text[start:])
 
     def _single(self, field_: _Field) -> None:
         end = self.text.find("'", self.at + 1)
-        end = len(self.text) if end < 0 else end
+        if end < 0:
+            field_.unclosed = self._unclosed("'", self.at, self.line)
+            end = len(self.text)
         inner = self.text[self.at + 1 : end]
         field_.add(inner)
         field_.is_quoted = True
@@ -189,6 +202,7 @@ class _Scanner:
 
     def _double(self, field_: _Field) -> None:
         field_.is_quoted = True
+        start, line = self.at, self.line
         self.at += 1
         while self.at < len(self.text) and self.text[self.at] != '"':
             letter = self.text[self.at]
@@ -202,11 +216,17 @@ class _Scanner:
             else:
                 field_.add(letter)
                 self._step()
+        if self.at >= len(self.text):
+            field_.unclosed = self._unclosed('"', start, line)
         self.at += 1
 
     def _expansion(self, field_: _Field, is_quoted: bool) -> None:
         """Put in the value of a variable, or what is written and the variable's name."""
+        start, line = self.at, self.line
         written, name, value = self._variable()
+        closing = _closing(written)
+        if closing:
+            field_.unclosed = self._unclosed(closing, start, line)
         if name is None:
             field_.add(written)
         elif value is None:
@@ -290,6 +310,7 @@ class _Scanner:
         """Remember NAME=( words ); it leaves no word."""
         match = _ASSIGNMENT.fullmatch(field_.parts[-1])
         assert match is not None
+        start, line = self.at, self.line
         self.at += 1
         elements: list[Word] = []
         while self.at < len(self.text) and self.text[self.at] != ")":
@@ -305,6 +326,22 @@ class _Scanner:
                 self._step()
             else:
                 elements += self._word()
+        if self.at >= len(self.text):
+            raise self._unclosed(")", start, line).complaint()
         self.at += 1
         self.arrays[match[1]] = [*self.arrays.get(match[1], []), *elements] if match[2] else elements
         return []
+
+
+def _closing(expansion: str) -> str:
+    """What an expansion lacks at its end; nothing for a whole one."""
+    for opening, closing in (("`", "`"), ("${", "}"), ("$(", ")")):
+        if expansion.startswith(opening):
+            return "" if expansion.endswith(closing) and len(expansion) > 1 and _is_balanced(expansion) else closing
+    return ""
+
+
+def _is_balanced(expansion: str) -> bool:
+    """Whether the brackets of an expansion are closed; of back quotes there is no more than the end."""
+    opening, closing = ("(", ")") if expansion.startswith("$(") else ("{", "}")
+    return expansion.startswith("`") or expansion.count(opening) == expansion.count(closing)

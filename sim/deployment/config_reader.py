@@ -24,7 +24,7 @@ class ConfigReader:
         value = self.config.get(key)
         if value is None:
             if default is None:
-                raise ValueError(f"{self.name}: the config lacks {key}")
+                raise ValueError(f"{self.name}: the config lacks {key}: take the model's own, whole config.json")
             return default
         return check_whole(self.name, key, value, least, most)
 

@@ -116,7 +116,10 @@ def engine_defaults(
 def check_gpu_memory_utilization(value: float) -> None:
     """Raise ValueError unless ``value`` is a share in (0, 1]."""
     if not 0.0 < value <= 1.0:
-        raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {value}: it is a share of the device memory")
+        remedy = f"; for {value:g} % give {value / 100:g}" if 10.0 <= value <= 100.0 else ""
+        raise ValueError(
+            f"gpu_memory_utilization must lie in (0, 1], got {value}: it is a share of the device memory{remedy}"
+        )
 
 
 class _Setting(NamedTuple, Generic[T]):

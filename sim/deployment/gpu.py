@@ -69,17 +69,19 @@ class GpuSpec:
 
 
 def load_gpu(name: str) -> GpuSpec:
-    """The card of that name or alias ("h100", "H100-80GB", "NVIDIA A100-SXM4-40GB"), in any case and punctuation.
+    """The card of that name or alias ("h100", "H100-80GB", "a100-80g", "NVIDIA A100-SXM4-40GB", "Tesla T4").
 
-    Raises ValueError, naming the nearest cards, for an unknown name.
+    Case and punctuation do not matter, nor makers' names, a kind of memory, or the number behind SXM.  Raises
+    ValueError, naming the nearest cards, for an unknown name.
     """
     known = _by_alias()
     wanted = _squeeze(name)
     if wanted in known:
         return known[wanted]
     near = difflib.get_close_matches(wanted, known, n=6, cutoff=0.4)
-    names = list(dict.fromkeys(known[match].name for match in near))[:3] or bundled_gpus()
-    raise ValueError(f"unknown GPU {name!r}; nearest: {', '.join(names)} (windtunnel gpus lists all)")
+    names = list(dict.fromkeys(known[match].name for match in near))[:3]
+    hint = f"nearest: {', '.join(names)}" if names else f"known: {', '.join(bundled_gpus())}"
+    raise ValueError(f"unknown GPU {name!r}; {hint} (windtunnel gpus lists all)")
 
 
 def bundled_gpus() -> list[str]:
@@ -89,9 +91,13 @@ def bundled_gpus() -> list[str]:
 
 def siblings(name: str) -> list[str]:
     """Names of the other cards that a name as short as ``a100`` could mean as well; none for one that says more."""
-    chosen, start = load_gpu(name), _squeeze(name)
+    if any(_MEMORY_KIND.fullmatch(word) for word in name.casefold().split()):
+        return []  # the driver's full name
+    chosen, start = load_gpu(name), _words(name)
     others = (gpu for gpu in _GPUS if gpu is not chosen)
-    return [gpu.name for gpu in others if any(_squeeze(alias).startswith(start) for alias in (gpu.name, *gpu.aliases))]
+    return [
+        gpu.name for gpu in others if any(_words(alias)[: len(start)] == start for alias in (gpu.name, *gpu.aliases))
+    ]
 
 
 @cache
@@ -99,9 +105,21 @@ def _by_alias() -> dict[str, GpuSpec]:
     return {_squeeze(alias): gpu for gpu in _GPUS for alias in (gpu.name, *gpu.aliases)}
 
 
+_MAKERS = ("nvidia", "amd", "geforce", "instinct", "tesla", "quadro", "hgx", "oam")
+_MEMORY_SIZE = re.compile(r"(?<![a-z0-9])(\d+)\s*gi?b?(?![a-z0-9])")
+_MEMORY_KIND = re.compile(r"hbm3e?|gddr\dx?")
+"""HBM2e stays: of the H100 it tells the PCIe card."""
+
+
 def _squeeze(name: str) -> str:
-    letters = re.sub(r"[^a-z0-9]", "", name.casefold())
-    return letters.removeprefix("nvidia").removeprefix("amd").removeprefix("geforce").removeprefix("instinct")
+    return "".join(_words(name))
+
+
+def _words(name: str) -> list[str]:
+    """What of a name tells the card."""
+    sized = _MEMORY_SIZE.sub(r"\1gb", name.casefold())
+    words = (re.sub(r"^sxm\d$", "sxm", word) for word in re.split(r"[^a-z0-9]+", sized))
+    return [word for word in words if word and word not in _MAKERS and not _MEMORY_KIND.fullmatch(word)]
 
 
 def _gib(gib: float) -> int:
@@ -183,7 +201,7 @@ _GPUS = (
         link_latency_s=_NVLINK_LATENCY_S,
         memory_source=_LOG,
         source="NVIDIA H100 Tensor Core GPU datasheet (SXM); dense is half of the figures with sparsity",
-        aliases=("h100", "h100-80", "h100-80gb", "h100-sxm5", "h100-80gb-hbm3", "h100-sxm-80gb", "h100-80gb-sxm"),
+        aliases=("h100", "h100-80", "h100-80gb", "h100-sxm-80gb", "h100-80gb-sxm", "h100-mega-80gb"),
     ),
     GpuSpec(
         name="H100-PCIe",
@@ -197,7 +215,7 @@ _GPUS = (
         link_latency_s=_PCIE_LATENCY_S,
         memory_source="as the SXM card",
         source="NVIDIA H100 Tensor Core GPU datasheet (PCIe); dense is half of the figures with sparsity",
-        aliases=("h100-pcie-80gb", "h100-80gb-pcie"),
+        aliases=("h100-pcie-80gb", "h100-80gb-pcie", "h100-80gb-hbm2e"),
     ),
     GpuSpec(
         name="H100-NVL",
@@ -225,7 +243,7 @@ _GPUS = (
         link_latency_s=_NVLINK_LATENCY_S,
         memory_source=_OOM,
         source="NVIDIA H200 Tensor Core GPU datasheet (SXM); dense is half of the figures with sparsity",
-        aliases=("h200-sxm", "h200-141gb", "h200-141"),
+        aliases=("h200-sxm", "h200-141gb", "h200-141", "h200-sxm-141gb"),
     ),
     GpuSpec(
         name="B200",
@@ -239,7 +257,7 @@ _GPUS = (
         link_latency_s=_NVLINK_LATENCY_S,
         memory_source=_OOM,
         source="NVIDIA Blackwell datasheet (HGX B200, one eighth); dense is half of the figures with sparsity",
-        aliases=("b200-sxm", "b200-180gb", "hgx-b200"),
+        aliases=("b200-sxm", "b200-180gb", "b200-192gb"),
     ),
     GpuSpec(
         name="B300",
@@ -253,7 +271,7 @@ _GPUS = (
         link_latency_s=_NVLINK_LATENCY_S,
         memory_source=_OOM,
         source="NVIDIA Blackwell Ultra datasheet (HGX B300, one eighth); dense is half of the figures with sparsity",
-        aliases=("b300-sxm", "b300-sxm6", "hgx-b300"),
+        aliases=("b300-sxm", "b300-sxm6-ac", "b300-288gb"),
     ),
     GpuSpec(
         name="L40S",
@@ -267,7 +285,7 @@ _GPUS = (
         link_latency_s=_PCIE_LATENCY_S,
         memory_source=_LOG,
         source="NVIDIA L40S GPU datasheet",
-        aliases=("l40s-48gb",),
+        aliases=("l40s-48gb", "l40s-pcie-48gb"),
     ),
     GpuSpec(
         name="L4",
@@ -309,7 +327,7 @@ _GPUS = (
         link_latency_s=_PCIE_LATENCY_S,
         memory_source=_LOG,
         source="NVIDIA Ampere GA102 architecture whitepaper (GeForce RTX 3090)",
-        aliases=("3090", "rtx3090"),
+        aliases=("3090", "rtx3090", "rtx-3090-24gb", "3090-24gb"),
     ),
     GpuSpec(
         name="RTX-4090",
@@ -323,7 +341,7 @@ _GPUS = (
         link_latency_s=_PCIE_LATENCY_S,
         memory_source=_LOG,
         source="NVIDIA Ada GPU architecture whitepaper (GeForce RTX 4090)",
-        aliases=("4090", "rtx4090"),
+        aliases=("4090", "rtx4090", "rtx-4090-24gb", "4090-24gb"),
     ),
     GpuSpec(
         name="RTX-5090",
@@ -337,7 +355,7 @@ _GPUS = (
         link_latency_s=_PCIE_LATENCY_S,
         memory_source=_LOG,
         source="NVIDIA RTX Blackwell GPU architecture whitepaper (GeForce RTX 5090)",
-        aliases=("5090", "rtx5090"),
+        aliases=("5090", "rtx5090", "rtx-5090-32gb", "5090-32gb"),
     ),
     GpuSpec(
         name="MI300X",
@@ -351,6 +369,222 @@ _GPUS = (
         link_latency_s=_NVLINK_LATENCY_S,
         memory_source=_LOG,
         source="AMD Instinct MI300X accelerator datasheet (seven links of 64 GB/s in each direction)",
-        aliases=("mi300x-192gb",),
+        aliases=("mi300x-192gb", "mi300"),
+    ),
+    GpuSpec(
+        name="T4",
+        memory_bytes=_gib(14.56),
+        hbm_bandwidth_bytes_per_s=320e9,
+        bf16_flops_per_s=65e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=130e12,
+        link="PCIe 3.0 x16",
+        link_bytes_per_s=16e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_LOG,
+        source="NVIDIA T4 Tensor Core GPU datasheet and product brief (memory); its units take fp16, not bf16",
+        aliases=("t4-16gb",),
+    ),
+    GpuSpec(
+        name="V100-32GB-SXM",
+        memory_bytes=_gib(31.74),
+        hbm_bandwidth_bytes_per_s=900e9,
+        bf16_flops_per_s=125e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=None,
+        link="NVLink 2",
+        link_bytes_per_s=150e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_LOG,
+        source="NVIDIA V100 Tensor Core GPU datasheet (SXM2); its units take fp16, not bf16",
+        aliases=("v100", "v100-32gb", "v100-32", "v100-sxm2-32gb", "v100-sxm"),
+    ),
+    GpuSpec(
+        name="V100-16GB-SXM",
+        memory_bytes=_gib(15.77),
+        hbm_bandwidth_bytes_per_s=900e9,
+        bf16_flops_per_s=125e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=None,
+        link="NVLink 2",
+        link_bytes_per_s=150e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_OOM,
+        source="NVIDIA V100 Tensor Core GPU datasheet (SXM2); its units take fp16, not bf16",
+        aliases=("v100-16gb", "v100-16", "v100-sxm2-16gb"),
+    ),
+    GpuSpec(
+        name="A10",
+        memory_bytes=_gib(22.18),
+        hbm_bandwidth_bytes_per_s=600e9,
+        bf16_flops_per_s=125e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=250e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_OOM,
+        source="NVIDIA A10 Tensor Core GPU datasheet",
+        aliases=("a10-24gb", "a10-pcie-24gb"),
+    ),
+    GpuSpec(
+        name="A40",
+        memory_bytes=_gib(44.39),
+        hbm_bandwidth_bytes_per_s=696e9,
+        bf16_flops_per_s=149.7e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=299.3e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source="as the L40S, which has the same memory with the same ECC",
+        source="NVIDIA A40 datasheet; dense is half of the figures with sparsity",
+        aliases=("a40-48gb",),
+    ),
+    GpuSpec(
+        name="L40",
+        memory_bytes=_gib(44.39),
+        hbm_bandwidth_bytes_per_s=864e9,
+        bf16_flops_per_s=181.05e12,
+        fp8_flops_per_s=362e12,
+        int8_flops_per_s=362e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source="as the L40S, which has the same memory with the same ECC",
+        source="NVIDIA L40 GPU datasheet",
+        aliases=("l40-48gb",),
+    ),
+    GpuSpec(
+        name="RTX-A6000",
+        memory_bytes=_gib(47.53),
+        hbm_bandwidth_bytes_per_s=768e9,
+        bf16_flops_per_s=154.8e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=309.7e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_OOM,
+        source="NVIDIA Ampere GA102 architecture whitepaper (RTX A6000)",
+        aliases=("a6000", "a6000-48gb", "rtx-a6000-48gb"),
+    ),
+    GpuSpec(
+        name="RTX-6000-Ada",
+        memory_bytes=_gib(47.50),
+        hbm_bandwidth_bytes_per_s=960e9,
+        bf16_flops_per_s=364.2e12,
+        fp8_flops_per_s=728.5e12,
+        int8_flops_per_s=728.5e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_OOM,
+        source="NVIDIA RTX 6000 Ada Generation datasheet; dense is half of the figures with sparsity",
+        aliases=("rtx-6000-ada-generation", "6000-ada", "rtx-6000-ada-48gb"),
+    ),
+    GpuSpec(
+        name="RTX-PRO-6000",
+        memory_bytes=_gib(94.97),
+        hbm_bandwidth_bytes_per_s=1.792e12,
+        bf16_flops_per_s=503.8e12,
+        fp8_flops_per_s=1007.6e12,
+        int8_flops_per_s=1007.6e12,
+        link="PCIe 5.0 x16",
+        link_bytes_per_s=64e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_LOG,
+        source="NVIDIA RTX Blackwell PRO GPU architecture whitepaper (RTX PRO 6000 Workstation Edition)",
+        aliases=(
+            "pro-6000",
+            "rtx-pro-6000-96gb",
+            "rtx-pro-6000-blackwell",
+            "rtx-pro-6000-blackwell-workstation-edition",
+            "rtx-pro-6000-blackwell-server-edition",
+        ),
+    ),
+    GpuSpec(
+        name="H20",
+        memory_bytes=_gib(95.03),
+        hbm_bandwidth_bytes_per_s=4.0e12,
+        bf16_flops_per_s=148e12,
+        fp8_flops_per_s=296e12,
+        int8_flops_per_s=296e12,
+        link="NVLink 4",
+        link_bytes_per_s=450e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source="nvidia-smi's 97,871 MiB less the 0.57 % that drivers keep of the H100",
+        source="NVIDIA HGX H20 specification",
+        aliases=("h20-96gb", "h20-sxm"),
+    ),
+    GpuSpec(
+        name="GH200-96GB",
+        memory_bytes=_gib(94.50),
+        hbm_bandwidth_bytes_per_s=4.0e12,
+        bf16_flops_per_s=989.4e12,
+        fp8_flops_per_s=1978.9e12,
+        int8_flops_per_s=1978.9e12,
+        link="NVLink 4",
+        link_bytes_per_s=450e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_OOM,
+        source="NVIDIA GH200 Grace Hopper Superchip datasheet (96 GB); dense is half of the figures with sparsity",
+        aliases=("gh200", "gh200-480gb"),
+    ),
+    GpuSpec(
+        name="MI210",
+        memory_bytes=_gib(63.98),
+        hbm_bandwidth_bytes_per_s=1.6384e12,
+        bf16_flops_per_s=181e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=181e12,
+        link="PCIe 4.0 x16",
+        link_bytes_per_s=32e9,
+        link_latency_s=_PCIE_LATENCY_S,
+        memory_source=_OOM,
+        source="AMD Instinct MI210 accelerator datasheet",
+        aliases=("mi210-64gb",),
+    ),
+    GpuSpec(
+        name="MI250X",
+        memory_bytes=_gib(63.98),
+        hbm_bandwidth_bytes_per_s=1.6384e12,
+        bf16_flops_per_s=191.5e12,
+        fp8_flops_per_s=None,
+        int8_flops_per_s=191.5e12,
+        link="Infinity Fabric",
+        link_bytes_per_s=200e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_OOM,
+        source="AMD Instinct MI250X accelerator datasheet: one of its two dies, each a device with four links",
+        aliases=("mi250", "mi250x-128gb", "mi250x-mi250"),
+    ),
+    GpuSpec(
+        name="MI325X",
+        memory_bytes=_gib(255.98),
+        hbm_bandwidth_bytes_per_s=6.0e12,
+        bf16_flops_per_s=1307.4e12,
+        fp8_flops_per_s=2614.9e12,
+        int8_flops_per_s=2614.9e12,
+        link="Infinity Fabric",
+        link_bytes_per_s=448e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source=_OOM,
+        source="AMD Instinct MI325X accelerator datasheet (seven links of 64 GB/s in each direction)",
+        aliases=("mi325", "mi325x-256gb"),
+    ),
+    GpuSpec(
+        name="MI355X",
+        memory_bytes=_gib(287.98),
+        hbm_bandwidth_bytes_per_s=8.0e12,
+        bf16_flops_per_s=2516.6e12,
+        fp8_flops_per_s=5033.2e12,
+        int8_flops_per_s=5033.2e12,
+        link="Infinity Fabric",
+        link_bytes_per_s=537.6e9,
+        link_latency_s=_NVLINK_LATENCY_S,
+        memory_source="its 288 GiB less the 16 MiB that drivers keep of the MI325X",
+        source="AMD Instinct MI355X accelerator datasheet (seven links of 76.8 GB/s in each direction)",
+        aliases=("mi355", "mi355x-288gb"),
     ),
 )

@@ -118,7 +118,7 @@ def kv_pool(
 
     ``kv_cache_memory_bytes`` and ``num_gpu_blocks_override`` are taken at their word: whether so much is there is not
     asked, nor whether ``max_model_len`` is within the model's own, nor what the scheduler's config makes of the token
-    budget.  ``version`` is 0.32 if None.
+    budget, nor whether the release has such a model.  ``version`` is 0.32 if None.
 
     Raises InfeasibleDeployment when vLLM does not start; ValueError for a value out of range or a split the model
     does not allow.
@@ -144,7 +144,7 @@ def kv_pool(
         allows_long_max_model_len=True,
     )
     plan = make_plan(request, checks_budget=False)
-    judgement = judge(plan)
+    judgement = judge(plan, asks_architecture=False)
     if judgement.verdict == DOES_NOT_START and not (plan.is_given and judgement.cause in _TAKEN_AT_ITS_WORD):
         raise infeasible(plan, judgement)
     return _pool_of(plan)

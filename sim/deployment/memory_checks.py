@@ -20,6 +20,9 @@ from windtunnel.sim.deployment.memory_plan import (
     MemoryPlan,
 )
 
+UNKNOWN_ARCHITECTURE = "architecture_not_supported"
+"""The cause where a release has no such model."""
+
 
 class Judgement(NamedTuple):
     """A verdict with its cause."""
@@ -27,7 +30,8 @@ class Judgement(NamedTuple):
     verdict: str
     """ok, unsafe or does_not_start."""
     cause: str
-    """A kind of error, as ``startup_log.ERROR_KINDS`` has them, or of risk; empty if all is well."""
+    """A kind of error, as ``startup_log.ERROR_KINDS`` has them, UNKNOWN_ARCHITECTURE, or a kind of risk; empty if all
+    is well."""
     error: str
     """What vLLM prints, as far as it can be told beforehand; empty if it starts."""
     why: str
@@ -39,16 +43,20 @@ class Judgement(NamedTuple):
         return f"{self.error}  {self.why}" if self.error else self.why
 
 
-def judge(plan: MemoryPlan) -> Judgement:
-    """The first thing that stops the start, else what makes it unsafe, else that it is well."""
-    for check in (*_CHECKS, *_RISKS):
+def judge(plan: MemoryPlan, *, asks_architecture: bool = True) -> Judgement:
+    """The first thing that stops the start, else what makes it unsafe, else that it is well.
+
+    Without ``asks_architecture`` it does not matter whether the release has such a model.
+    """
+    first: tuple[_Check, ...] = (_architecture,) if asks_architecture else ()
+    for check in (*first, *_CHECKS, *_RISKS):
         for found in check(plan):
             return found
     return Judgement(OK, "", "", _well(plan))
 
 
 def starts(plan: MemoryPlan) -> bool:
-    """Whether no check stops the start, safe or not."""
+    """Whether no check of the memory stops the start, safe or not."""
     return not any(found for check in _CHECKS for found in check(plan))
 
 
@@ -61,6 +69,28 @@ def _well(plan: MemoryPlan) -> str:
 
 
 # --- what stops the start
+
+
+def _architecture(plan: MemoryPlan) -> Iterator[Judgement]:
+    """Releases that have no such model, be it not yet or no longer."""
+    version, architecture = plan.request.version, plan.request.model.architecture
+    since, until = version.architecture_since(architecture), version.architecture_until(architecture)
+    if plan.source == "measured" or (since is None and until is None):
+        return
+    if until is not None:
+        error = (
+            f"Model architecture {architecture} was supported in vLLM until v{until}, and is not supported anymore. "
+            "Please use an older version of vLLM if you want to use this model architecture."
+        )
+        yield Judgement(DOES_NOT_START, UNKNOWN_ARCHITECTURE, error, f"Take vllm-{until} or an earlier engine.")
+        return
+    yield Judgement(
+        DOES_NOT_START,
+        UNKNOWN_ARCHITECTURE,
+        f"Model architectures ['{architecture}'] are not supported for now.",
+        f"vLLM has it since {since}: take the engine vllm-{since} or a later one.  (With a later Transformers the "
+        "release may run that library's own modules, whose memory is not planned.)",
+    )
 
 
 def _context(plan: MemoryPlan) -> Iterator[Judgement]:
@@ -82,7 +112,7 @@ def _free_memory(plan: MemoryPlan) -> Iterator[Judgement]:
     known = "" if plan.request.free_memory_bytes is not None else " (an estimate: CUDA's context takes the rest)"
     most = math.floor(plan.free_bytes / total * 1000) / 1000
     why = f"{gib(plan.free_bytes)} of {gib(total)} are free{known}: gpu_memory_utilization can be {most:g} at most."
-    if plan.request.rules.checks_free_memory and not plan.request.uses_v0_engine:
+    if plan.request.rules.checks_free_memory and not plan.request.runs_on_v0:
         error = (
             f"Free memory on device ({digits(plan.free_bytes)}/{digits(total)} GiB) on startup is less than desired "
             f"GPU memory utilization ({share:g}, {digits(plan.requested_bytes)} GiB). Decrease GPU memory utilization "
@@ -118,7 +148,10 @@ def _profile(plan: MemoryPlan) -> Iterator[Judgement]:
 
 
 def _nothing_left(plan: MemoryPlan) -> Iterator[Judgement]:
-    if plan.source != "formula" or plan.available_kv_cache_bytes > 0:
+    """Before 0.20.1 V1 also asks for it where the number of blocks is given."""
+    unchecked = plan.source == "num_gpu_blocks_override" and not plan.request.rules.checks_override
+    by_memory = plan.source == "formula" or (unchecked and not plan.request.runs_on_v0)
+    if not by_memory or plan.available_kv_cache_bytes > 0:
         return
     aside = (
         " (this flag also controls CPU memory reservation on the CPU backend, despite its name)"
@@ -129,9 +162,16 @@ def _nothing_left(plan: MemoryPlan) -> Iterator[Judgement]:
         DOES_NOT_START,
         "no_available_memory",
         "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
-        f"engine{aside}.",
+        f"engine{aside}.{guide(plan)}",
         f"{parts(plan)}: {gib(-plan.available_kv_cache_bytes)} too much.",
     )
+
+
+def guide(plan: MemoryPlan) -> str:
+    """The page that errors point to since 0.13."""
+    if not plan.request.rules.names_guide:
+        return ""
+    return " See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
 
 
 def parts(plan: MemoryPlan) -> str:
@@ -156,26 +196,30 @@ def _length(plan: MemoryPlan) -> Iterator[Judgement]:
         return
     if plan.holds(plan.num_gpu_blocks):
         return
-    needed, there = plan.blocks_needed(plan.settings.max_model_len), plan.num_gpu_blocks
+    needed, there, which = plan.blocks_needed(plan.settings.max_model_len), plan.num_gpu_blocks, "the pool has"
     null = ", the null block included" if plan.num_reserved_blocks else ""
-    why = f"One such request takes {needed:,} blocks{null}, and the pool has {there:,}."
+    if plan.source == "num_gpu_blocks_override":
+        which = "num_gpu_blocks_override gives"
+        if not plan.request.rules.checks_override and not plan.request.runs_on_v0:
+            there, which = plan.memory_blocks, "the memory holds, whatever num_gpu_blocks_override says,"
+    why = f"One such request takes {needed:,} blocks{null}, and {which} {there:,}."
     yield Judgement(DOES_NOT_START, "max_model_len_exceeds_kv_cache", _too_long(plan), why)
 
 
 def _too_long(plan: MemoryPlan) -> str:
     length, largest = plan.settings.max_model_len, plan.largest_model_len()
-    if plan.request.uses_v0_engine:
+    if plan.request.runs_on_v0:
+        most = plan.block_size * (plan.num_gpu_blocks // plan.request.pipeline_parallel_size)
         return (
             f"The model's max seq len ({length}) is larger than the maximum number of tokens that can be stored in KV "
-            f"cache ({plan.kv_cache_tokens}). Try increasing `gpu_memory_utilization` or decreasing `max_model_len` "
+            f"cache ({most}). Try increasing `gpu_memory_utilization` or decreasing `max_model_len` "
             "when initializing the engine."
         )
-    place = plan.stages.index(plan.tightest)
-    block = plan.layout.block_bytes[place]
-    needed = plan.layout.blocks_of_request(length) * block
-    usable = max(plan.num_gpu_blocks - plan.num_reserved_blocks, 0) * block
-    if plan.source != "num_gpu_blocks_override":
-        usable = max(plan.available_kv_cache_bytes - plan.num_reserved_blocks * block, usable)
+    both = [
+        (plan.layout.needed_bytes(length, place), plan.checked_bytes(plan.num_gpu_blocks, place))
+        for place in range(len(plan.stages))
+    ]
+    needed, usable = max(both, key=lambda sizes: sizes[0] - sizes[1])
     estimate = ""
     if largest and plan.request.rules.names_largest_length:
         estimate = f"Based on the available memory, the estimated maximum model length is {largest}. "
@@ -186,7 +230,7 @@ def _too_long(plan: MemoryPlan) -> str:
     return (
         f"To serve at least one request with the {owner} max seq len ({length}), ({asked} GiB KV cache is needed, "
         f"which is larger than the available KV cache memory ({there} GiB). {estimate}Try increasing "
-        f"`gpu_memory_utilization`{aside} or decreasing `max_model_len` when initializing the engine."
+        f"`gpu_memory_utilization`{aside} or decreasing `max_model_len` when initializing the engine.{guide(plan)}"
     )
 
 
@@ -205,7 +249,9 @@ def _states(plan: MemoryPlan) -> Iterator[Judgement]:
 
 
 def _given_pool(plan: MemoryPlan) -> Iterator[Judgement]:
-    if not plan.is_given or plan.spent_bytes + plan.graphs_outside_bytes <= plan.free_bytes:
+    if not plan.is_given or plan.source == "measured":
+        return
+    if plan.spent_bytes + plan.graphs_outside_bytes <= plan.free_bytes:
         return
     yield Judgement(
         DOES_NOT_START,
@@ -216,7 +262,9 @@ def _given_pool(plan: MemoryPlan) -> Iterator[Judgement]:
     )
 
 
-_CHECKS: tuple[Callable[[MemoryPlan], Iterator[Judgement]], ...] = (
+_Check = Callable[[MemoryPlan], Iterator[Judgement]]
+
+_CHECKS: tuple[_Check, ...] = (
     _context,
     _free_memory,
     _weights,
@@ -257,6 +305,24 @@ def _small_margin(plan: MemoryPlan) -> Iterator[Judgement]:
     yield Judgement(UNSAFE, "small_margin", "", f"Only {gib(plan.margin_bytes)} of the card stay free, {what}.")
 
 
+def _small_override(plan: MemoryPlan) -> Iterator[Judgement]:
+    """Before 0.20.1 V1 does not ask whether one request fits into the blocks that are given."""
+    if plan.source != "num_gpu_blocks_override" or plan.request.runs_on_v0:
+        return
+    length = plan.settings.max_model_len
+    needed = plan.layout.blocks_of_request(length)
+    if needed <= plan.num_gpu_blocks:
+        return
+    yield Judgement(
+        UNSAFE,
+        "small_override",
+        "",
+        f"A request of {length:,} tokens takes {needed:,} blocks, and num_gpu_blocks_override gives "
+        f"{plan.num_gpu_blocks:,}: {plan.request.version.label} starts all the same, and such a request never runs "
+        "to its end.",
+    )
+
+
 def _small_pool(plan: MemoryPlan) -> Iterator[Judgement]:
     low = plan.interval_blocks.low
     worst = replace(plan, num_gpu_blocks=low, interval_blocks=plan.interval_blocks._replace(high=low))
@@ -280,7 +346,12 @@ def _small_pool(plan: MemoryPlan) -> Iterator[Judgement]:
     )
 
 
-_RISKS: tuple[Callable[[MemoryPlan], Iterator[Judgement]], ...] = (_graphs_outside, _small_margin, _small_pool)
+_RISKS: tuple[_Check, ...] = (
+    _graphs_outside,
+    _small_margin,
+    _small_override,
+    _small_pool,
+)
 
 
 # --- words

@@ -13,10 +13,20 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from windtunnel.sim.deployment.gpu import GIB
-from windtunnel.sim.deployment.kv_layout import KvLayout, kv_layout
+from windtunnel.sim.deployment.kv_layout import KvLayout, LayoutRules, kv_layout
+from windtunnel.sim.deployment.layers import State
 from windtunnel.sim.deployment.lora import lora_bytes
-from windtunnel.sim.deployment.memory_request import MeasuredPool, MemoryRequest, MemorySettings, check_budget, settle
-from windtunnel.sim.deployment.model_spec import ModelSpec, kv_element_bytes
+from windtunnel.sim.deployment.memory_request import (
+    MeasuredPool,
+    MemoryRequest,
+    MemorySettings,
+    check_block_size,
+    check_budget,
+    has_states,
+    settle,
+)
+from windtunnel.sim.deployment.memory_rules import layout_rules
+from windtunnel.sim.deployment.model_spec import ModelSpec, kv_element_bytes, layers_of_stage
 from windtunnel.sim.deployment.overheads import Overheads, estimate_overheads
 from windtunnel.sim.deployment.weights import Split
 
@@ -59,7 +69,7 @@ class Users(NamedTuple):
     ideal: float
     """If all memory but the weights held keys and values."""
     real: float
-    """In the pool as it is, one block less (the null block)."""
+    """In the pool as it is, the null block left out."""
     running: int
     """Those that run at once: max_num_seqs caps them."""
 
@@ -77,7 +87,7 @@ class MemoryPlan:
     """What the pool is from: "formula", "kv_cache_memory_bytes", "num_gpu_blocks_override" or "measured"."""
     available_kv_cache_bytes: int
     num_gpu_blocks: int
-    """The null block included, as vLLM counts."""
+    """As vLLM counts, the null block included where there is one (``num_null_blocks``)."""
     interval_blocks: Interval
     """In nine starts of ten the blocks lie in it; one number where they were given."""
 
@@ -151,13 +161,34 @@ class MemoryPlan:
 
     @property
     def is_given(self) -> bool:
-        """Whether the pool was given, so that gpu_memory_utilization does not bound it."""
-        return self.source in ("kv_cache_memory_bytes", "num_gpu_blocks_override")
+        """Whether the pool was given (be it to the server that was measured), so that gpu_memory_utilization does not
+        bound it."""
+        return self.given_by is not None
+
+    @property
+    def given_by(self) -> str | None:
+        """The option that gave the pool."""
+        if self.source == "measured":
+            options = ("num_gpu_blocks_override", "kv_cache_memory_bytes")
+            return next((name for name in options if getattr(self.request, name) is not None), None)
+        return self.source if self.source in ("kv_cache_memory_bytes", "num_gpu_blocks_override") else None
+
+    @property
+    def unexplained_bytes(self) -> int:
+        """What the budget has more than its parts and what is available for the KV cache: 0 by the formula, less the
+        correction where there is one; of a measured pool what no part accounts for, negative where they are too many;
+        0 where the bytes of the KV cache were given."""
+        if self.source != "num_gpu_blocks_override" and self.request.kv_cache_memory_bytes is not None:
+            return 0
+        return self.requested_bytes - self.consumed_bytes - self.available_kv_cache_bytes
 
     @property
     def spent_bytes(self) -> int:
-        """The budget, or what the parts sum up to where the pool was given."""
-        return self.consumed_bytes + self.kv_cache_bytes if self.is_given else self.requested_bytes
+        """The budget, or what the parts sum up to where the pool was given, or was measured to be larger."""
+        parts = self.consumed_bytes + self.kv_cache_bytes
+        if self.is_given or (self.source == "measured" and parts > self.requested_bytes):
+            return parts
+        return self.requested_bytes
 
     @property
     def margin_bytes(self) -> int:
@@ -168,8 +199,14 @@ class MemoryPlan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of one GPU, in all layers that keep tokens."""
-        return self.request.model.kv_bytes_per_token(self.request.tensor_parallel_size, self.request.kv_cache_dtype)
+        """Of one GPU of the tightest stage, in those of its layers that keep tokens."""
+        request = self.request
+        return request.model.kv_bytes_per_token(
+            request.tensor_parallel_size,
+            request.kv_cache_dtype,
+            pipeline_parallel_size=request.pipeline_parallel_size,
+            pipeline_rank=self.stages.index(self.tightest),
+        )
 
     @property
     def block_size(self) -> int:
@@ -188,23 +225,42 @@ class MemoryPlan:
 
     @property
     def max_concurrency(self) -> float:
-        """Requests of max_model_len that fit at once: the figure that vLLM logs as "Maximum concurrency"."""
-        return self.layout.max_concurrency(self.num_gpu_blocks, self.settings.max_model_len)
+        """Requests of max_model_len that fit at once: the figure that vLLM logs as "Maximum concurrency".
+
+        V0, and V1 before 0.9.1, divide tokens by max_model_len and do not round a request up to whole blocks.
+        """
+        length = self.settings.max_model_len
+        if self.request.runs_on_v0 or not self.request.rules.concurrency_by_blocks:
+            return self.num_gpu_blocks * self.block_size / length
+        return self.layout.max_concurrency(self.num_gpu_blocks, length)
+
+    @property
+    def num_null_blocks(self) -> int:
+        """Blocks of the pool that are never used: one, but none in V0 and before 0.8.3."""
+        return int(self.request.rules.has_null_block and not self.request.runs_on_v0)
+
+    @property
+    def memory_blocks(self) -> int:
+        """Blocks that the available memory holds, where num_gpu_blocks_override takes their place."""
+        return min((stage.num_blocks for stage in self.stages), default=0)
 
     @property
     def num_reserved_blocks(self) -> int:
         """Blocks that the start-up check leaves out: the null block, since 0.29."""
-        return int(self.request.version.startup_check_reserves_null_block and not self.request.uses_v0_engine)
+        return int(self.request.version.startup_check_reserves_null_block and not self.request.runs_on_v0)
 
     @property
     def max_state_sequences(self) -> int | None:
-        """max_num_seqs cannot be more; None for a model without states."""
+        """Sequences whose states the pool holds; None for a model without states, and where V0 keeps them.
+
+        Only ``rules.refuses_states`` makes it a bound of max_num_seqs.
+        """
         return self.layout.max_state_sequences(self.num_gpu_blocks)
 
     @property
     def num_cpu_blocks(self) -> int | None:
         """Blocks in host memory that V0 swaps to; None for V1."""
-        if not self.request.uses_v0_engine:
+        if not self.request.runs_on_v0:
             return None
         default = self.request.version.swap_space_gib or 0.0
         swap = default if self.request.swap_space_gib is None else self.request.swap_space_gib
@@ -225,17 +281,51 @@ class MemoryPlan:
         return min(round(self.settings.gpu_memory_utilization + self.cudagraph_bytes / self.total_bytes, 4), 1.0)
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that a request of so many tokens takes, with those that the start-up check leaves out."""
-        return self.layout.blocks_of_request(num_tokens) + self.num_reserved_blocks
+        """The least blocks that pass the start-up check for ``num_tokens``, with those that it leaves out."""
+        if self.request.runs_on_v0:
+            return -(-num_tokens // self.block_size) * self.request.pipeline_parallel_size
+        needed = (
+            -(-self.layout.needed_bytes(num_tokens, place) // block)
+            for place, block in enumerate(self.layout.block_bytes)
+            if block
+        )
+        return max(needed, default=0) + self.num_reserved_blocks
 
-    def holds(self, num_blocks: int) -> bool:
-        """Whether a pool of so many blocks passes the start-up check."""
-        return self.blocks_needed(self.settings.max_model_len) <= num_blocks
+    def holds(self, num_blocks: int, num_tokens: int | None = None) -> bool:
+        """Whether a pool of so many blocks passes the start-up check for ``num_tokens`` (max_model_len if None).
+
+        V0 compares with its blocks' tokens, divided by the stages of a pipeline (``raise_if_cache_size_invalid``).
+        """
+        length = self.settings.max_model_len if num_tokens is None else num_tokens
+        if self.request.runs_on_v0:
+            return length <= self.block_size * (num_blocks // self.request.pipeline_parallel_size)
+        return all(
+            self.layout.needed_bytes(length, place) <= self.checked_bytes(num_blocks, place)
+            for place in range(len(self.stages))
+        )
+
+    def checked_bytes(self, num_blocks: int, stage: int) -> int:
+        """The memory that the start-up check has for a request on a GPU of that stage, if the pool has so many blocks.
+
+        Before 0.20.1 it is what memory there is, whatever num_gpu_blocks_override says.
+        """
+        block, there = self.layout.block_bytes[stage], self.stages[stage].available_bytes
+        overridden = self.given_by == "num_gpu_blocks_override"
+        if overridden and self.source != "measured" and not self.request.rules.checks_override:
+            return there
+        by_memory = not overridden and num_blocks == min(each.num_blocks for each in self.stages)
+        return max(there if by_memory else num_blocks * block, 0) - self.num_reserved_blocks * block
 
     def largest_model_len(self) -> int:
-        """The longest max_model_len up to the settings' that fits this pool; 0 if none does."""
-        usable = self.num_gpu_blocks + 1 - self.num_reserved_blocks
-        return self.layout.largest_model_len(usable, self.settings.max_model_len)
+        """The longest max_model_len up to the settings' that passes the start-up check; 0 if none does."""
+        shortest, longest = 0, self.settings.max_model_len
+        while shortest < longest:
+            middle = (shortest + longest + 1) // 2
+            if self.holds(self.num_gpu_blocks, middle):
+                shortest = middle
+            else:
+                longest = middle - 1
+        return shortest
 
     def users(self, mean_tokens: int) -> Users:
         """How many requests of ``mean_tokens`` (prompt and what was answered) the memory holds at once.
@@ -250,16 +340,13 @@ class MemoryPlan:
         each = mean_tokens * self.kv_bytes_per_token if not self.layout.is_hybrid else user_bytes
         if self.request.pipeline_parallel_size > 1:
             each = user_bytes
-        real = max(self.num_gpu_blocks - 1, 0) / max(num_blocks, 1)
+        real = max(self.num_gpu_blocks - self.num_null_blocks, 0) / max(num_blocks, 1)
         ideal = max(self.total_bytes - self.weights_bytes, 0) / max(each, 1)
         return Users(mean_tokens, each, ideal, real, min(int(real), self.settings.max_num_seqs))
 
     def _logged_tokens(self, num_blocks: int) -> int:
-        if not self.layout.is_hybrid and not self.request.rules.logs_by_concurrency:
-            return num_blocks * self.block_size
-        return self.layout.logged_tokens(
-            num_blocks, self.settings.max_model_len, by_concurrency=self.request.rules.logs_by_concurrency
-        )
+        by_concurrency = self.request.rules.logs_by_concurrency
+        return _logged_tokens(self.layout, num_blocks, self.settings.max_model_len, by_concurrency=by_concurrency)
 
 
 def free_at_start(request: MemoryRequest) -> int:
@@ -274,10 +361,12 @@ def make_plan(request: MemoryRequest, *, checks_budget: bool = True) -> MemoryPl
     """The pool as the arithmetic gives it, be it empty or too small.
 
     Raises ValueError for settings out of range, a split that the model does not allow, an unknown kv_cache_dtype, or
-    (``checks_budget``) a token budget that vLLM refuses; UnsupportedModel for a cache that vLLM itself cannot lay out.
+    (``checks_budget``) a token budget or a block size that vLLM refuses; UnsupportedModel for a cache that the release
+    cannot lay out.
     """
     settings = settle(request)
     if checks_budget:
+        check_block_size(request)
         check_budget(request, settings)
     plan = _plan(request, settings)
     if not request.fits_length:
@@ -298,6 +387,8 @@ def _plan(request: MemoryRequest, settings: MemorySettings) -> MemoryPlan:
     source, given = _given(request, settings, layout)
     if given.available is not None:
         available = [given.available] * len(weights)
+    elif given.available_blocks is not None:
+        available = [given.available_blocks * block for block in layout.block_bytes]
     stages = tuple(
         StageMemory(held, left, max(left // block, 0) if block else 0)
         for held, left, block in zip(weights, available, layout.block_bytes, strict=True)
@@ -316,29 +407,47 @@ def _plan(request: MemoryRequest, settings: MemorySettings) -> MemoryPlan:
 class _Given(NamedTuple):
     available: int | None = None
     num_blocks: int | None = None
+    available_blocks: int | None = None
+    """What is available in blocks, where its bytes are not known."""
 
 
 def _given(request: MemoryRequest, settings: MemorySettings, layout: KvLayout) -> tuple[str, _Given]:
     """What the pool is from, and what of it is known beforehand."""
     if request.measured is not None:
-        return "measured", _Given(
-            request.measured.available_bytes, _measured_blocks(request.measured, settings, layout)
-        )
-    if request.num_gpu_blocks_override is not None:
-        return "num_gpu_blocks_override", _Given(None, request.num_gpu_blocks_override)
+        measured = request.measured
+        blocks = _measured_blocks(measured, settings, layout, by_concurrency=request.rules.logs_by_concurrency)
+        fitting = blocks if request.num_gpu_blocks_override is None else measured.profiled_num_gpu_blocks
+        return "measured", _Given(measured.available_bytes, blocks, fitting)
+    if request.overrides_blocks:
+        return "num_gpu_blocks_override", _Given(request.kv_cache_memory_bytes, request.num_gpu_blocks_override)
     if request.kv_cache_memory_bytes is not None:
         return "kv_cache_memory_bytes", _Given(request.kv_cache_memory_bytes)
     return "formula", _Given()
 
 
-def _measured_blocks(measured: MeasuredPool, settings: MemorySettings, layout: KvLayout) -> int | None:
-    """The blocks that were logged, or those behind the tokens that were; None follows the bytes."""
-    if measured.num_gpu_blocks is not None or measured.kv_cache_tokens is None:
+def _measured_blocks(
+    measured: MeasuredPool, settings: MemorySettings, layout: KvLayout, *, by_concurrency: bool
+) -> int | None:
+    """The blocks that were logged, or the fewest that are logged as so many tokens; None follows the bytes."""
+    tokens = measured.kv_cache_tokens
+    if measured.num_gpu_blocks is not None or tokens is None:
         return measured.num_gpu_blocks
-    if not layout.is_hybrid:
-        return -(-measured.kv_cache_tokens // layout.block_size)
     length = measured.max_model_len or settings.max_model_len
-    return -(-measured.kv_cache_tokens * layout.blocks_of_request(length) // length)
+    fewest, most = 0, len(layout.groups) * (tokens + 1) + layout.blocks_of_request(length) * (tokens // length + 2)
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if _logged_tokens(layout, middle, length, by_concurrency=by_concurrency) < tokens:
+            fewest = middle + 1
+        else:
+            most = middle
+    return fewest
+
+
+def _logged_tokens(layout: KvLayout, num_blocks: int, max_model_len: int, *, by_concurrency: bool) -> int:
+    """What a release logs as "GPU KV cache size"."""
+    if not layout.is_hybrid and not by_concurrency:
+        return num_blocks * layout.block_size
+    return layout.logged_tokens(num_blocks, max_model_len, by_concurrency=by_concurrency)
 
 
 def stage_weights(request: MemoryRequest, rank: int) -> int:
@@ -389,6 +498,7 @@ def _layout(request: MemoryRequest, settings: MemorySettings) -> KvLayout:
         settings.enable_prefix_caching,
         request.num_speculative_tokens,
         request.disable_hybrid_kv_cache_manager,
+        layout_rules(request.version, request.model.architecture, v0=request.runs_on_v0),
     )
 
 
@@ -413,6 +523,7 @@ def _cached_layout(
     caching: bool,
     num_speculative_tokens: int,
     disable_hybrid: bool,
+    rules: LayoutRules,
 ) -> KvLayout:
     return kv_layout(
         model,
@@ -425,6 +536,7 @@ def _cached_layout(
         enable_prefix_caching=caching,
         num_speculative_tokens=num_speculative_tokens,
         disable_hybrid_kv_cache_manager=disable_hybrid,
+        rules=rules,
     )
 
 
@@ -436,11 +548,42 @@ def _overheads(request: MemoryRequest, settings: MemorySettings) -> Overheads:
         "max_num_seqs": settings.max_num_seqs,
         "max_model_len": settings.max_model_len,
     }
-    return estimate_overheads(
+    found = estimate_overheads(
         request.model,
         request.gpu,
         version=request.version,
         enforce_eager=request.enforce_eager,
         kv_cache_dtype=request.kv_cache_dtype,
         **sizes,
+    )
+    return _with_v0_states(found, request, settings.max_num_seqs)
+
+
+def _with_v0_states(found: Overheads, request: MemoryRequest, max_num_seqs: int) -> Overheads:
+    """V0 keeps the states of max_num_seqs sequences beside the KV blocks, in the model's type, from the profile run on.
+
+    Source: ``MambaCacheManager`` in ``model_executor/models/mamba_cache.py``, as read in vLLM 0.8.4 and 0.9.2.
+    """
+    if not request.runs_on_v0 or not has_states(request.model):
+        return found
+    model, stages = request.model, request.pipeline_parallel_size
+    ranges = (layers_of_stage(model.num_layers, rank, stages) for rank in range(stages))
+    elements = max(
+        sum(
+            sum(layer.mixer.state_elements(request.tensor_parallel_size))
+            for layer in model.decoder_layers[start:end]
+            if isinstance(layer.mixer, State)
+        )
+        for start, end in ranges
+    )
+    states = max_num_seqs * elements * model.dtype_bytes
+    why = "as --v0 asks for" if request.uses_v0_engine else "as this release does by default for models with states"
+    return replace(
+        found,
+        activation_bytes=found.activation_bytes + states,
+        assumptions=(
+            *found.assumptions,
+            f"The V0 engine runs, {why}: states of {max_num_seqs:,} sequences ({states / GIB:.2f} GiB) lie beside the "
+            "KV blocks and are counted with the activations.",
+        ),
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from windtunnel.sim.deployment.memory_checks import Judgement, gib, judge, starts
+from windtunnel.sim.deployment.memory_checks import UNKNOWN_ARCHITECTURE, Judgement, gib, judge, starts
 from windtunnel.sim.deployment.memory_plan import (
     DOES_NOT_START,
     OK,
@@ -36,12 +36,16 @@ class Remedy(NamedTuple):
     max_concurrency: float
     cost: str
     """What it costs, in words."""
+    raises: bool | None = None
+    """Whether the value is raised or lowered; None where the flag says so, or is set at all."""
 
     @property
     def text(self) -> str:
         """What to do, in words."""
         if self.value is True:
             return f"set {self.flag}"
+        if self.raises is not None:
+            return f"{'raise' if self.raises else 'lower'} {self.flag} to {self.value}"
         return f"{_VERBS.get(self.flag, 'set')} {self.flag} to {self.value}"
 
 
@@ -51,7 +55,6 @@ _VERBS = {
     "max_model_len": "lower",
     "max_num_seqs": "lower",
     "max_num_batched_tokens": "lower",
-    "num_gpu_blocks_override": "set",
 }
 
 
@@ -60,7 +63,7 @@ def find_remedies(plan: MemoryPlan, judgement: Judgement) -> tuple[Remedy, ...]:
 
     A remedy that is safe is preferred to one that just starts.
     """
-    if judgement.verdict == OK:
+    if judgement.verdict == OK or judgement.cause == UNKNOWN_ARCHITECTURE:
         return ()
     found = (search(plan, judgement) for search in _SEARCHES)
     return tuple(remedy for remedy in found if remedy is not None)
@@ -94,11 +97,13 @@ def _first(request: MemoryRequest, flag: str, values: Iterable[Any], *, safe: bo
     return None if safe else just_starts
 
 
-def _remedy(flag: str, tried: _Tried | None, cost: Callable[[MemoryPlan], str]) -> Remedy | None:
+def _remedy(
+    flag: str, tried: _Tried | None, cost: Callable[[MemoryPlan], str], *, raises: bool | None = None
+) -> Remedy | None:
     if tried is None:
         return None
-    plan = tried.plan
-    return Remedy(flag, tried.value, tried.judgement.verdict, plan.kv_cache_tokens, plan.max_concurrency, cost(plan))
+    plan, verdict = tried.plan, tried.judgement.verdict
+    return Remedy(flag, tried.value, verdict, plan.kv_cache_tokens, plan.max_concurrency, cost(plan), raises)
 
 
 # --- one search a flag
@@ -178,7 +183,7 @@ def _longest_safe(request: MemoryRequest, longest: int) -> int:
     return low
 
 
-_OF_THE_POOL = ("max_model_len_exceeds_kv_cache", "small_pool", "max_model_len_exceeds_model")
+_OF_THE_POOL = ("max_model_len_exceeds_kv_cache", "small_pool", "small_override", "max_model_len_exceeds_model")
 
 
 def _kv_dtype(plan: MemoryPlan, judgement: Judgement) -> Remedy | None:
@@ -210,7 +215,7 @@ def _budget(plan: MemoryPlan, judgement: Judgement) -> Remedy | None:
     budget, least = plan.settings.max_num_batched_tokens, max(SMALLEST_BUDGET, plan.request.max_num_seqs or 0)
     powers = (2**power for power in range(16, 7, -1))
     values = [value for value in powers if least <= value < budget]
-    if plan.request.uses_v0_engine:
+    if plan.request.runs_on_v0:
         return _chunked_prefill(plan, judgement)
     found = _first(plan.request, "max_num_batched_tokens", values, safe=judgement.verdict != DOES_NOT_START)
     return _remedy(
@@ -271,25 +276,47 @@ def _cost_of_gpus(before: MemoryPlan) -> Callable[[MemoryPlan], str]:
 
 
 def _blocks(plan: MemoryPlan, judgement: Judgement) -> Remedy | None:
-    """As many blocks as one request needs, where their number was given."""
-    needed = plan.blocks_needed(plan.settings.max_model_len)
-    if plan.source == "num_gpu_blocks_override" and judgement.cause == "max_model_len_exceeds_kv_cache":
-        return _remedy("num_gpu_blocks_override", _first_of(plan, "num_gpu_blocks_override", needed), _cost_of_pool)
+    """As many blocks as one request needs, or as fit beside the rest, where their number was given."""
+    flag = "num_gpu_blocks_override"
+    if plan.source != flag:
+        return None
+    if judgement.cause in _TOO_SMALL:
+        needed = max(plan.blocks_needed(plan.settings.max_model_len), _blocks_of_states(plan, judgement))
+        return _remedy(flag, _first_of(plan, flag, needed), _cost_of_pool, raises=needed > plan.num_gpu_blocks)
+    if judgement.cause in _TOO_LARGE:
+        place = plan.stages.index(plan.tightest)
+        fitting = _fitting_bytes(plan) // max(plan.layout.block_bytes[place], 1)
+        return _remedy(flag, _first_of(plan, flag, fitting), _cost_of_pool, raises=fitting > plan.num_gpu_blocks)
     return None
+
+
+_TOO_SMALL = ("max_model_len_exceeds_kv_cache", "small_override", "mamba_blocks_exceeded")
+_TOO_LARGE = ("out_of_memory_kv_cache", "small_margin")
+
+
+def _blocks_of_states(plan: MemoryPlan, judgement: Judgement) -> int:
+    return plan.settings.max_num_seqs if judgement.cause == "mamba_blocks_exceeded" else 0
+
+
+def _fitting_bytes(plan: MemoryPlan) -> int:
+    """The largest KV cache that leaves as much free as is safe."""
+    return plan.kv_cache_bytes + plan.margin_bytes - max(plan.overheads.error_bytes[1], RESERVE_BYTES)
 
 
 def _kv_bytes(plan: MemoryPlan, judgement: Judgement) -> Remedy | None:
     """As many bytes as one request needs, or as many as there are, where they were given."""
-    if plan.source != "kv_cache_memory_bytes":
+    flag = "kv_cache_memory_bytes"
+    if plan.source != flag:
         return None
-    needed = plan.blocks_needed(plan.settings.max_model_len) * max(plan.layout.block_bytes)
+    wanted = None
     if judgement.cause == "max_model_len_exceeds_kv_cache":
-        return _remedy("kv_cache_memory_bytes", _first_of(plan, "kv_cache_memory_bytes", needed), _cost_of_pool)
-    if judgement.cause in ("out_of_memory_kv_cache", "small_margin"):
-        spread = max(plan.overheads.error_bytes[1], 0)
-        fits = plan.kv_cache_bytes + plan.margin_bytes - max(spread, RESERVE_BYTES)
-        return _remedy("kv_cache_memory_bytes", _first_of(plan, "kv_cache_memory_bytes", fits), _cost_of_pool)
-    return None
+        wanted = plan.blocks_needed(plan.settings.max_model_len) * max(plan.layout.block_bytes)
+    if judgement.cause in _TOO_LARGE:
+        wanted = _fitting_bytes(plan)
+    if wanted is None:
+        return None
+    raises = wanted > (plan.request.kv_cache_memory_bytes or 0)
+    return _remedy(flag, _first_of(plan, flag, wanted), _cost_of_pool, raises=raises)
 
 
 def _first_of(plan: MemoryPlan, flag: str, value: int) -> _Tried | None:

@@ -11,6 +11,7 @@ from windtunnel.sim.deployment.layers import State
 from windtunnel.sim.deployment.lora import LORA_RANKS
 from windtunnel.sim.deployment.memory_rules import MemoryRules, memory_rules
 from windtunnel.sim.deployment.model_spec import ModelSpec
+from windtunnel.sim.deployment.refusal import RefusedByVllm
 from windtunnel.sim.deployment.versions import VersionProfile, profile
 
 FIT = -1
@@ -28,6 +29,8 @@ class MeasuredPool:
     kv_cache_tokens: int | None = None
     max_model_len: int | None = None
     """That the tokens were logged for."""
+    profiled_num_gpu_blocks: int | None = None
+    """What fits, where num_gpu_blocks_override took its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class MemoryRequest:
     """Host memory for each GPU, which only the V0 engine uses."""
     cpu_offload_gib: float = 0.0
     """Weights of each GPU that stay in host memory (``--cpu-offload-gb``, which counts in GiB)."""
+    kv_offloading_gib: float | None = None
+    """Host memory for KV blocks that leave the GPU, of all ranks of an engine (``--kv-offloading-size``)."""
     usage_context: str = "api_server"
     free_memory_bytes: int | None = None
     """Free on the GPU when vLLM starts; None estimates it."""
@@ -96,6 +101,8 @@ class MemoryRequest:
             raise ValueError(f"cpu_offload_gb must not be negative, got {self.cpu_offload_gib}")
         if self.swap_space_gib is not None and self.swap_space_gib < 0:
             raise ValueError(f"swap_space must not be negative, got {self.swap_space_gib}")
+        if self.kv_offloading_gib is not None and not self.kv_offloading_gib > 0:
+            raise ValueError(f"kv_offloading_size must be above 0, got {self.kv_offloading_gib}: leave it out for none")
         if self.free_memory_bytes is not None and self.free_memory_bytes > self.gpu.memory_bytes:
             raise ValueError(
                 f"free memory ({self.free_memory_bytes / GIB:.2f} GiB) must not exceed what {self.gpu.name} has in all "
@@ -106,14 +113,16 @@ class MemoryRequest:
         version = self.version
         if self.kv_cache_memory_bytes is not None:
             version.check_options(["kv_cache_memory_bytes"])
+        if self.kv_offloading_gib is not None:
+            version.check_options(["kv_offloading_size"])
         if self.swap_space_gib is not None and version.swap_space_gib is None:
-            raise ValueError(f"swap_space is no option of {version.label}: it went with vLLM 0.18; leave it out")
+            raise RefusedByVllm(f"swap_space is no option of {version.label}: it went with vLLM 0.18; leave it out")
         if self.uses_v0_engine and version.v0 is None:
-            raise ValueError(
+            raise RefusedByVllm(
                 f"{version.label} has no V0 engine: it went with vLLM 0.11; leave --v0 out or take vllm-0.10 or earlier"
             )
-        if self.max_model_len == FIT and (not memory_rules(version).fits_max_model_len or self.uses_v0_engine):
-            raise ValueError(
+        if self.max_model_len == FIT and (not self.rules.fits_max_model_len or self.runs_on_v0):
+            raise RefusedByVllm(
                 f"max_model_len -1 (auto) is unknown to {version.label}: it came with vLLM 0.14; give a number"
             )
 
@@ -126,6 +135,22 @@ class MemoryRequest:
     def rules(self) -> MemoryRules:
         """Rules of the release."""
         return memory_rules(self.version)
+
+    @property
+    def runs_on_v0(self) -> bool:
+        """Whether the older engine runs: as asked for, or since V1 of that release leaves models with states to it.
+
+        Source: ``_is_v1_supported_oracle`` in ``engine/arg_utils.py``, as read in 0.8.4 to 0.10.2.
+        """
+        falls_back = self.version.has_v0_engine and not self.rules.states_in_v1 and has_states(self.model)
+        if falls_back and self.version.architecture_since(self.model.architecture):
+            return self.uses_v0_engine
+        return self.uses_v0_engine or falls_back
+
+    @property
+    def overrides_blocks(self) -> bool:
+        """Whether num_gpu_blocks_override is given and has an effect."""
+        return self.num_gpu_blocks_override is not None and (self.rules.applies_override or self.runs_on_v0)
 
     @property
     def fits_length(self) -> bool:
@@ -167,14 +192,14 @@ def settle(request: MemoryRequest) -> MemorySettings:
         version=request.version,
     )
     seqs, budget, sources = defaults.max_num_seqs, defaults.max_num_batched_tokens, dict(defaults.sources)
-    if request.uses_v0_engine:
+    if request.runs_on_v0:
         seqs, budget = _v0_batch(request, defaults.max_model_len)
         sources |= {name: "default of V0" for name in _V0_NAMES if getattr(request, name) is None}
     caching = defaults.enable_prefix_caching
     if request.enable_prefix_caching is None and has_states(request.model) and not request.rules.caches_states:
         caching = False
         sources["enable_prefix_caching"] = f"{request.version.label} default for models with states"
-    if request.uses_v0_engine and request.enable_prefix_caching is None:
+    if request.runs_on_v0 and request.enable_prefix_caching is None:
         caching, sources["enable_prefix_caching"] = False, "default of V0"
     return MemorySettings(
         defaults.gpu_memory_utilization,
@@ -205,16 +230,26 @@ def _v0_batch(request: MemoryRequest, max_model_len: int) -> tuple[int, int]:
     return request.max_num_seqs or v0.max_num_seqs, request.max_num_batched_tokens or budget
 
 
+def check_block_size(request: MemoryRequest) -> None:
+    """Raise ValueError for a block size that the release does not take on CUDA."""
+    size, allowed = request.block_size, request.rules.block_sizes
+    if size is None or (size >= 1 and (size % 16 == 0 if allowed is None else size in allowed)):
+        return
+    known = "a multiple of 16" if allowed is None else f"one of {', '.join(map(str, allowed))}"
+    nearest = max(round(size / 16), 1) * 16 if allowed is None else min(allowed, key=lambda each: abs(each - size))
+    raise RefusedByVllm(f"block_size must be {known} in {request.version.label}, got {size}; nearest: {nearest}")
+
+
 def check_budget(request: MemoryRequest, settings: MemorySettings) -> None:
     """Raise ValueError for a token budget that vLLM refuses: below max_num_seqs, or below an unchunked prompt."""
     budget, seqs, length = settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len
     if budget < seqs:
-        raise ValueError(
+        raise RefusedByVllm(
             f"max_num_batched_tokens ({budget}) must be greater than or equal to max_num_seqs ({seqs}): vLLM refuses "
             "this; raise the one or lower the other"
         )
-    if not settings.enable_chunked_prefill and budget < length and not request.uses_v0_engine:
-        raise ValueError(
+    if not settings.enable_chunked_prefill and budget < length and not request.runs_on_v0:
+        raise RefusedByVllm(
             f"max_num_batched_tokens ({budget}) must be at least max_model_len ({length}) without chunked prefill: "
             "raise it, lower max_model_len, or leave chunked prefill on"
         )

@@ -20,6 +20,7 @@ __all__ = [
     "load_model",
     "model_from_config",
     "other_names",
+    "read_model_config",
 ]
 
 _DATA = Path(__file__).with_name("models.json")
@@ -42,6 +43,22 @@ def load_model(name_or_path: str) -> ModelSpec:
         path = path / "config.json"
     if path.is_file():
         return model_from_config(_with_modelopt(_read_config(path), path), path.parent.name or path.stem)
+    raise ValueError(_unknown_model(name_or_path))
+
+
+def read_model_config(name_or_path: str) -> tuple[dict[str, Any], Path | None]:
+    """The ``config.json`` that ``load_model`` would read, and the folder it lies in; None for a bundled one.
+
+    Raises as ``load_model`` does, but for UnsupportedModel.
+    """
+    entry = _bundled().get(name_or_path.casefold())
+    if entry is not None:
+        return dict(entry["config"]), None
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return _read_config(path), path.parent
     raise ValueError(_unknown_model(name_or_path))
 
 

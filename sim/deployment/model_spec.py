@@ -17,6 +17,7 @@ from windtunnel.sim.deployment.layers import (
     Mlp,
     ParallelMixer,
 )
+from windtunnel.sim.deployment.refusal import RefusedByVllm
 from windtunnel.sim.deployment.weights import FormatRule, Parameter, Split, WeightFormat, format_of
 
 __all__ = [
@@ -296,7 +297,7 @@ class ModelSpec:
         for layer in dict.fromkeys(self.decoder_layers):
             experts = layer.experts
             if experts is not None and not split.expert_parallel and experts.width % split.expert_ranks:
-                raise ValueError(
+                raise RefusedByVllm(
                     f"{self.name}: experts of width {experts.width} cannot be split over {split.expert_ranks} GPUs "
                     "(tensor_parallel_size * data_parallel_size): set expert_parallel or choose a divisor"
                 )
@@ -326,8 +327,15 @@ class ModelSpec:
     def _format_of(self, module: str) -> WeightFormat | None:
         return format_of(module, self.weight_format, self.format_rules)
 
-    def kv_bytes_per_token(self, tensor_parallel_size: int = 1, kv_cache_dtype: str = "auto") -> int:
-        """Bytes of KV cache one token takes on each GPU, in all layers that keep tokens.
+    def kv_bytes_per_token(
+        self,
+        tensor_parallel_size: int = 1,
+        kv_cache_dtype: str = "auto",
+        *,
+        pipeline_parallel_size: int = 1,
+        pipeline_rank: int = 0,
+    ) -> int:
+        """Bytes of KV cache one token takes on each GPU of a pipeline stage, in all its layers that keep tokens.
 
         2 * layers * max(kv_heads / TP, 1) * head_dim * element for plain attention, (kv_lora_rank +
         qk_rope_head_dim) a layer for latent attention.  Layers with a window, which let old tokens go, are counted
@@ -336,9 +344,10 @@ class ModelSpec:
         Raises ValueError for an unknown ``kv_cache_dtype`` or a split the model does not allow.
         """
         self.check_tensor_parallel_size(tensor_parallel_size)
+        start, end = layers_of_stage(self.num_layers, pipeline_rank, pipeline_parallel_size)
         return sum(
             count * token_bytes(self, layer, tensor_parallel_size, kv_cache_dtype)
-            for layer, count in Counter(self.decoder_layers).items()
+            for layer, count in Counter(self.decoder_layers[start:end]).items()
         )
 
     def dense_linear_parameters(self, tensor_parallel_size: int = 1) -> int:
@@ -389,9 +398,12 @@ class ModelSpec:
         obstacle = self._obstacle(tensor_parallel_size)
         if obstacle:
             allowed = ", ".join(str(size) for size in self.tensor_parallel_sizes())
-            raise ValueError(
-                f"{self.name} cannot be split over tensor_parallel_size {tensor_parallel_size}: {obstacle} must divide "
-                f"evenly; choose one of {allowed or 'none (give another model)'}"
+            heads, size = self.num_attention_heads, tensor_parallel_size
+            printed = f"Total number of attention heads ({heads}) must be divisible by tensor parallel size ({size})."
+            raise RefusedByVllm(
+                f"{self.name} cannot be split over tensor_parallel_size {size}: {obstacle} must divide evenly; choose "
+                f"one of {allowed or 'none (give another model)'}"
+                f"{f' (vLLM: {printed})' if size < 1 or heads % size else ''}"
             )
 
     def tensor_parallel_sizes(self, largest: int = 16) -> list[int]:
@@ -450,7 +462,7 @@ def layers_of_stage(num_layers: int, pipeline_rank: int, pipeline_parallel_size:
     Raises ValueError for more stages than layers or a rank that is none.
     """
     if not 1 <= pipeline_parallel_size <= num_layers:
-        raise ValueError(
+        raise RefusedByVllm(
             f"pipeline_parallel_size must lie in [1, {num_layers}] (the model's layers), got {pipeline_parallel_size}"
         )
     if not 0 <= pipeline_rank < pipeline_parallel_size:

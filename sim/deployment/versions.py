@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windtunnel.sim.deployment.gpu import GIB, GpuSpec
+from windtunnel.sim.deployment.refusal import RefusedByVllm
 
 NOT_VERIFIED = "not verified"
 SCOPES = (
@@ -165,10 +166,31 @@ class VersionProfile:
         for name in given:
             if name in missing:
                 since = _minor(_data()["options_since"][name])
-                raise ValueError(
+                raise RefusedByVllm(
                     f"{name} is no option of {self.label}: it came with vLLM {since}; leave it out or take the "
                     f"engine vllm-{since} or a later one"
                 )
+
+    def architecture_since(self, architecture: str) -> str | None:
+        """The first release that has this architecture, if it came later than this one; None else, also where the
+        releases in between were not read.
+
+        Source: the registries of models (``model_executor/models/registry.py``).  Architectures that 0.8.0 has, or
+        that no release read has, are not listed.
+        """
+        known = _data()["architectures"].get(architecture)
+        if known is None or _order(self.release) > _order(known[0]):
+            return None
+        return str(known[1])
+
+    def architecture_until(self, architecture: str) -> str | None:
+        """The last release that had this architecture, if it is gone from this one."""
+        last = _data()["architectures_until"].get(architecture)
+        return str(last) if last is not None and _order(self.release) > _order(last) else None
+
+    def memory_values(self) -> dict[str, Any]:
+        """How this release sizes the KV cache and what it refuses: the fields of ``memory_rules.MemoryRules``."""
+        return _values(self.release, _data()["memory"])
 
     def differences(
         self, scopes: Collection[str] = SCOPES, reproduced: Collection[str] = REPRODUCED
@@ -214,7 +236,7 @@ def _profile(name: str) -> VersionProfile:
     if release not in _releases():
         raise ValueError(_unknown(name, number))
     read = NOT_VERIFIED if release in _data()["unread"] else release
-    values = _values(release)
+    values = _values(release, _data())
     return VersionProfile(
         name=f"vllm-{number}",
         release=release,
@@ -224,9 +246,8 @@ def _profile(name: str) -> VersionProfile:
     )
 
 
-def _values(release: str) -> dict[str, Any]:
+def _values(release: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """The fields as of a release: those of the first one, and what changed since."""
-    data = _data()
     values = dict(data["start"])
     for change in data["changes"]:
         if _order(change["release"]) <= _order(release):

@@ -43,6 +43,21 @@ DRIVER_NAMES = {
     "RTX-4090": "NVIDIA GeForce RTX 4090",
     "RTX-5090": "NVIDIA GeForce RTX 5090",
     "MI300X": "AMD Instinct MI300X",
+    "T4": "Tesla T4",
+    "V100-32GB-SXM": "Tesla V100-SXM2-32GB",
+    "V100-16GB-SXM": "Tesla V100-SXM2-16GB",
+    "A10": "NVIDIA A10",
+    "A40": "NVIDIA A40",
+    "L40": "NVIDIA L40",
+    "RTX-A6000": "NVIDIA RTX A6000",
+    "RTX-6000-Ada": "NVIDIA RTX 6000 Ada Generation",
+    "RTX-PRO-6000": "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+    "H20": "NVIDIA H20",
+    "GH200-96GB": "NVIDIA GH200 480GB",
+    "MI210": "AMD Instinct MI210",
+    "MI250X": "AMD Instinct MI250X / MI250",
+    "MI325X": "AMD Instinct MI325X",
+    "MI355X": "AMD Instinct MI355X",
 }
 """What the driver calls each card; vLLM looks for "a100" in it."""
 COMPARED = (

@@ -135,7 +135,17 @@ def memory(
         str | None, _flag(_ENGINE, "--swap-space", metavar="GIB", help="Host memory that V0 swaps to, for each GPU.")
     ] = None,
     cpu_offload_gb: Annotated[
-        str | None, _flag(_ENGINE, "--cpu-offload-gb", metavar="GIB", help="Weights that stay in host memory.")
+        str | None,
+        _flag(_ENGINE, "--cpu-offload-gb", metavar="GIB", help="Weights of each GPU that stay in host memory."),
+    ] = None,
+    kv_offloading_size: Annotated[
+        str | None,
+        _flag(
+            _ENGINE,
+            "--kv-offloading-size",
+            metavar="GIB",
+            help="Host memory for KV blocks that leave the GPUs, of all ranks of an engine.",
+        ),
     ] = None,
     enable_lora: Annotated[
         bool | None, _flag(_ENGINE, "--enable-lora/--no-enable-lora", help="Set memory aside for LoRA adapters.")
@@ -153,8 +163,8 @@ def memory(
         _flag(_TRUTH, "--from-log", metavar="FILE", help="vLLM's log: settings and pool of a real start-up."),
     ] = None,
     from_metrics: Annotated[
-        Path | None,
-        _flag(_TRUTH, "--from-metrics", metavar="FILE", help="What a real server's /metrics said of its pool."),
+        str | None,
+        _flag(_TRUTH, "--from-metrics", metavar="FILE|URL", help="A real server's /metrics: its pool."),
     ] = None,
     from_deployment: Annotated[
         str | None,
@@ -189,7 +199,8 @@ def memory(
     """Plan the memory of a deployment: the KV cache that vLLM finds, whether it starts, and what helps if not.
 
     Flags have the names, defaults and meaning of vllm serve.  Any of them takes several values: a list (1,2,4) or a
-    range FIRST:LAST:STEP; then every combination is a line of a table.  The exit code is 4 if vLLM would not start.
+    range FIRST:LAST:STEP; then every combination is a line of a table.  The exit code is 4 if vLLM would not start, of
+    a table if it would start with none of the lines; 2 for a value that no release of vLLM takes, be it one of many.
 
     \b
     Examples:
@@ -208,6 +219,8 @@ def memory(
         "mean_tokens": mean_tokens,
     }
     _check_outputs((html, save_correction), (model, from_log, from_metrics, from_deployment))
+    if save_correction is not None:
+        _check_correction_file(save_correction)
     result = _planned(settings, files)
     if save_correction is not None:
         _save(result, save_correction)
@@ -253,6 +266,16 @@ def _check_outputs(paths: Sequence[Path | None], inputs: Sequence[Any]) -> None:
             raise typer.BadParameter(f"{path} is read for this plan: name another file to write to")
     if len({path.resolve() for path in given}) < len(given):
         raise typer.BadParameter(f"--html and --save-correction both name {given[0]}: give them different names")
+
+
+def _check_correction_file(path: Path) -> None:
+    """Refuse, before anything is planned, to replace a file that is no correction."""
+    from windtunnel.memory_correction import check_can_write_correction
+
+    try:
+        check_can_write_correction(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--save-correction") from None
 
 
 def _save(result: MemoryReport | MemorySweep, path: Path) -> None:
