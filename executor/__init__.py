@@ -1,4 +1,4 @@
-"""Executors beside the simulated one of ``sim``: plug-ins for a real vLLM (``vllm_plugin``).
+"""What computes steps: a small real engine (torch on a CPU, Triton on a GPU), its server, and plug-ins for a real vLLM.
 
-Those that compute a model (torch, Triton) are not here yet.
+Importing this package imports neither torch nor triton.
 """

@@ -26,10 +26,14 @@ class SamplingParams:
     """Go on to ``max_tokens`` even if the model ends its answer."""
     stop_token_ids: tuple[int, ...] = ()
     """Further tokens that end the answer, besides the model's own."""
+    min_tokens: int = 0
+    """Output tokens before which nothing ends the answer."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens must be in [0, max_tokens = {self.max_tokens}], got {self.min_tokens}")
         if not 0.0 <= self.temperature <= 2.0:
             raise ValueError(f"temperature must be in [0, 2], got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
