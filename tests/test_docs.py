@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import shlex
 import textwrap
@@ -86,19 +87,29 @@ def test_the_flags_that_are_called_otherwise_are_listed() -> None:
 def test_the_commands_of_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from tiny_model import tiny_config
+
+    from windtunnel.executor.server import run
+
     monkeypatch.chdir(tmp_path)
     write_traffic(Path("your-trace.csv"))
+    Path("my-llama").mkdir()
+    Path("my-llama/config.json").write_text(json.dumps(tiny_config()))
     Path("case.json").write_text('{"config": {}, "requests": [{"id": "a", "prompt_len": 50, "output_len": 2}]}')
     text = (REPO_ROOT / "README.md").read_text()
     shown = "".join(re.findall(r"```\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ").splitlines()
     shown += re.findall(r"`(windtunnel \w+ case\.json)`", text)
     commands = [shlex.split(line, comments=True)[1:] for line in shown if line.startswith("windtunnel ")]
     assert len(commands) >= 7
+    served: list[object] = []
+    monkeypatch.setattr(run, "listen", lambda host, _, listen=run.listen: listen(host, 0))
+    monkeypatch.setattr(run, "run_server", lambda _, listener, *__, **___: served.append(listener.close()))
     for command in commands:
         code = main(command)
         missed = command[:2] == ["simulate", "chat-8b-h100"] and bool({"30", "32"} & set(command))  # as README says
         assert code == (99 if missed else 0), (command, capsys.readouterr().err)
         capsys.readouterr()
+    assert len(served) == sum(command[0] == "serve" for command in commands) == 2
     assert 4e6 < Path("runs/32.html").stat().st_size < 6e6, "the size that is stated"
 
 
@@ -195,6 +206,7 @@ VLLM_FLAGS = {
     "--append-result",
     "--backend",
     "--base-url",
+    "--dataset-name",
     "--endpoint",
     "--ignore-eos",
     "--distributed-executor-backend",
@@ -202,9 +214,11 @@ VLLM_FLAGS = {
     "--random-input-len",
     "--random-output-len",
     "--random-range-ratio",
+    "--result-filename",
     "--save-detailed",
     "--save-result",
     "--scheduler-cls",
+    "--tokenizer",
 }
 """Flags of vLLM's own programs that the documents speak of."""
 
@@ -214,6 +228,7 @@ def test_commands_and_flags_that_are_shown_exist(path: Path) -> None:
     text = path.read_text()
     assert set(re.findall(r"^windtunnel (\w+)", text, re.MULTILINE)) <= set(COMMANDS)
     sources = "".join(file.read_text() for file in (REPO_ROOT / "windtunnel" / "cli").glob("*.py"))
+    sources += "".join(file.read_text() for file in (REPO_ROOT / "benchmarks").glob("*.py"))
     ours = set(re.findall(r"--[a-z][a-z-]+", sources)) | {"--help", "--version"}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(re.findall(r"`([^`]+)`", text)))):
         assert flag in ours | VLLM_FLAGS or path.name == "vllm-plugins.md", flag

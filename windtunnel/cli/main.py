@@ -30,6 +30,7 @@ from windtunnel.cli.output import silence_stdout
 
 COMMANDS = {
     "simulate": Command("windtunnel.cli.simulate", "simulate", "Run a workload through a simulated deployment."),
+    "serve": Command("windtunnel.cli.serve", "serve", "Serve OpenAI clients: a mock deployment, or a real engine."),
     "memory": Command("windtunnel.cli.memory", "memory", "Plan GPU memory: the KV cache, and whether vLLM starts."),
     "compare": Command("windtunnel.cli.compare", "compare", "Compare variants on one workload, or saved runs."),
     "report": Command("windtunnel.cli.report", "report", "Turn a saved run into one HTML file or Markdown."),

@@ -1,0 +1,598 @@
+"""The HTTP server: OpenAI's interface, vLLM's metrics, and what happens when things go wrong."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from cache_reader import CacheReader, continued
+from prometheus_client.parser import text_string_to_metric_families
+from serving import Served, limits, serving, wait_until
+
+from windtunnel.executor.engine import Sequence
+from windtunnel.executor.server.engine_loop import Job
+from windtunnel.sim.deployment.metrics_text import read_metrics
+from windtunnel.sim.engine.plan import StepPlan, StepResult
+from windtunnel.sim.engine.request import Request
+
+SMALL = {"vocab_size": 1000, "eos_token_id": 999}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with serving(config=SMALL) as served:
+        yield served
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def events(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The JSON of a stream's events, which must end with [DONE]."""
+    with served.client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+# -- an openai client
+
+
+def test_an_openai_client_completes_a_prompt(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=7)
+    assert len(answer.choices[0].text) == 7, "one letter a token"
+    assert answer.choices[0].finish_reason == "length"
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 7, 12)
+
+
+def test_an_openai_client_streams_a_completion(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="tiny", prompt="Hello", max_tokens=7)
+    stream = client.completions.create(
+        model="tiny", prompt="Hello", max_tokens=7, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 6 + ["length"]
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 7
+
+
+def test_an_openai_client_chats(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    whole = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=6)
+    assert whole.choices[0].message.role == "assistant"
+    stream = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=6, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in stream]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+
+
+def test_an_openai_client_lists_the_model_under_all_its_names(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+
+
+def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(server: Served) -> None:
+    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}).json()
+    assert answer["usage"]["total_tokens"] == 600
+
+
+# -- prompts and answers
+
+
+def test_prompts_come_as_text_token_ids_and_lists_of_both(server: Served) -> None:
+    text, ids = "abc", [97, 98, 99]
+    answers = [server.complete(prompt, max_tokens=5)["text"] for prompt in (text, ids, [text], [ids])]
+    assert answers == [answers[0]] * 4
+    several = server.post("/v1/completions", {"prompt": ["abc", "xyz", "abc"], "max_tokens": 5}).json()
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
+    assert several["choices"][0]["text"] == several["choices"][2]["text"] == answers[0]
+    assert several["usage"]["prompt_tokens"] == 9
+
+
+def test_streams_of_several_prompts_interleave(server: Served) -> None:
+    body = {"prompt": [[1], [2], [3]], "max_tokens": 4}
+    whole = server.post("/v1/completions", body).json()
+    chunks = events(server, "/v1/completions", body)
+    assert {chunk["choices"][0]["index"] for chunk in chunks[:3]} == {0, 1, 2}
+    for choice in whole["choices"]:
+        parts = [c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(parts) == choice["text"]
+
+
+def test_cached_prompt_tokens_are_told(server: Served) -> None:
+    prompt = random.Random(5).choices(range(200), k=50)
+    usages = [server.post("/v1/completions", {"prompt": prompt, "max_tokens": 2}).json()["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 48]
+
+
+def test_usage_may_come_with_every_chunk(server: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(server, "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream_options": options})
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+
+
+def test_token_ids_are_returned_on_request(server: Served) -> None:
+    choice = server.complete("abc", max_tokens=5, return_token_ids=True)
+    assert bytes(choice["token_ids"]).decode() == choice["text"]
+
+
+def test_a_stop_string_ends_the_answer_before_it(server: Served) -> None:
+    free = server.complete("stop here", max_tokens=40)["text"]
+    stop = free[10:13]
+    expected = free[: free.index(stop)]
+    for body in ({"stop": stop}, {"stop": ["@@@@", stop]}):
+        cut = server.complete("stop here", max_tokens=40, **body)
+        assert (cut["text"], cut["finish_reason"], cut["stop_reason"]) == (expected, "stop", stop)
+    kept = server.complete("stop here", max_tokens=40, stop=stop, include_stop_str_in_output=True)
+    assert kept["text"] == expected + stop
+    chunks = events(server, "/v1/completions", {"prompt": "stop here", "max_tokens": 40, "stop": stop})
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+    wait_until(server.is_idle)
+
+
+def test_a_stop_token_is_no_part_of_the_text(server: Served) -> None:
+    free = server.complete("stop here", max_tokens=40)["text"]
+    cut = server.complete("stop here", max_tokens=40, stop_token_ids=[ord(free[12])])
+    assert cut["text"] == free[: free.index(free[12])]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", ord(free[12]))
+
+
+def test_a_request_id_may_be_given(server: Served) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    assert server.post("/v1/completions", {**body, "request_id": "x7"}).json()["id"] == "cmpl-x7"
+    named = server.client.post("/v1/completions", json=body, headers={"X-Request-Id": "y8"})
+    assert named.json()["id"] == "cmpl-y8"
+
+
+def test_text_and_tokens_are_translated(server: Served) -> None:
+    tokens = server.post("/tokenize", {"prompt": "Grüße"}).json()
+    assert tokens["tokens"] == list("Grüße".encode())
+    assert tokens["count"] == 7
+    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "Grüße"}
+    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]}).json()
+    assert bytes(chat["tokens"]).decode() == "user: Hi\nassistant:"
+
+
+def test_small_things_are_there(server: Served) -> None:
+    assert server.client.get("/ping").status_code == 200
+    assert server.client.get("/version").json() == {"version": "0.0.test"}
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ({"prompt": "a", "model": "gpt-9"}, 404, "does not exist"),
+        ({}, 400, "prompt is empty"),
+        ({"prompt": []}, 400, "prompt is empty"),
+        ({"prompt": [[]]}, 400, "prompt is empty"),
+        ({"prompt": ["a", ""]}, 400, "prompt is empty"),
+        ({"prompt": [1000]}, 400, "out of vocabulary"),
+        ({"prompt": [-1]}, 400, "greater than or equal to 0"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens must be at least 1"),
+        ({"prompt": "a", "max_tokens": 600}, 400, "context is 600 tokens"),
+        ({"prompt": [1] * 600}, 400, "context is 600 tokens"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature must be in"),
+        ({"prompt": "a", "temperature": float("nan")}, 400, "temperature must be in"),
+        ({"prompt": "a", "top_p": 0}, 400, "top_p must be in"),
+        ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens must be in"),
+        ({"prompt": "a", "seed": 2**63}, 400, "seed"),
+        ({"prompt": "a", "n": 2}, 400, "not supported here: n;"),
+        ({"prompt": "a", "logprobs": 1}, 400, "not supported here: logprobs;"),
+        ({"prompt": "a", "echo": True}, 400, "not supported here: echo;"),
+        ({"prompt": "a", "stop": [""]}, 400, "cannot be empty"),
+        ({"prompt": "a", "stream_options": {}}, 400, "stream=true"),
+        ({"prompt": "a", "priority": 1}, 400, "--scheduling-policy priority"),
+        ({"prompt": {"a": 1}}, 400, "prompt"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_reason(
+    server: Served, body: dict[str, Any], status: int, told: str
+) -> None:
+    answer = server.client.post(
+        "/v1/completions", content=json.dumps(body), headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert told in error["message"]
+    assert error["code"] == status
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_an_openai_client_raises_the_right_exceptions(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-9", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="context is 600 tokens"):
+        client.completions.create(model="tiny", prompt="a", max_tokens=700)
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "status"),
+    [
+        (b"{}", "text/plain", 400),
+        (b"", "application/json", 400),
+        (b"{", "application/json", 400),
+        (b"[1]", "application/json", 400),
+        (b'{"prompt": "\xff"}', "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b'{"prompt": [' + b"9" * 5000 + b"]}", "application/json", 400),
+        (b" " * (2**26 + 1), "application/json", 413),
+    ],
+)
+def test_bodies_that_are_no_json_objects_are_refused(
+    server: Served, content: bytes, content_type: str, status: int
+) -> None:
+    answer = server.client.post("/v1/completions", content=content, headers={"Content-Type": content_type})
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == status
+
+
+def test_other_paths_and_methods_are_refused_in_the_same_shape(server: Served) -> None:
+    assert server.client.get("/v1/nothing").json()["error"]["code"] == 404
+    assert server.client.get("/v1/completions").json()["error"]["code"] == 405
+
+
+def test_unknown_fields_have_no_effect(server: Served) -> None:
+    assert server.complete("abc", max_tokens=5, no_such_field=[1]) == server.complete("abc", max_tokens=5)
+
+
+def test_sampling_that_nobody_knows_is_fine_for_a_simulation_and_refused_by_a_real_executor() -> None:
+    scheduler = limits()
+    with serving(scheduler, config=SMALL, executors={"torch": CacheReader(scheduler)}) as served:
+        served.complete("a", top_k=5, presence_penalty=0.5)
+        assert served.post("/windtunnel/executor", {"kind": "torch"}).status_code == 200
+        refused = served.post("/v1/completions", {"prompt": "a", "top_k": 5, "presence_penalty": 0.5})
+        assert "presence_penalty, top_k" in refused.json()["error"]["message"]
+        served.complete("a", top_k=-1, presence_penalty=0.0)
+
+
+def mangled(rng: random.Random) -> bytes:
+    """A body that is wrong in some way, or perhaps not."""
+
+    def value(depth: int = 0) -> Any:
+        kinds: list[Any] = [
+            None,
+            True,
+            -1,
+            0,
+            10**30,
+            1.5,
+            float("nan"),
+            float("inf"),
+            "",
+            "a\ud800b",
+            "x" * 50,
+            [],
+            {},
+        ]
+        if depth < 3:
+            kinds += [[value(depth + 1)] * rng.randrange(4), {rng.choice(fields): value(depth + 1)}]
+        return rng.choice(kinds)
+
+    fields = [
+        *("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options"),
+        *("temperature", "top_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "priority"),
+        *("request_id", "cache_salt", "response_format", "logit_bias", "tools", "chat_template_kwargs", "user", "role"),
+    ]
+    good: dict[str, Any] = {
+        "prompt": "hello",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": rng.randrange(1, 5),
+    }
+    body = {**good, **{rng.choice(fields): value() for _ in range(rng.randrange(1, 4))}}
+    text = json.dumps(body if rng.random() < 0.95 else value()).encode()
+    if rng.random() < 0.15:
+        cut = rng.randrange(len(text) + 1)
+        text = text[:cut] + bytes(rng.randrange(256) for _ in range(rng.randrange(4))) + text[cut + 1 :]
+    return text
+
+
+def test_a_thousand_malformed_bodies_never_make_the_server_fail(server: Served) -> None:
+    rng = random.Random(20)
+    paths = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/windtunnel/executor"]
+    statuses = [
+        server.client.post(
+            rng.choice(paths), content=mangled(rng), headers={"Content-Type": "application/json"}
+        ).status_code
+        for _ in range(1000)
+    ]
+    assert set(statuses) <= {200, 400, 404}
+    assert 100 < statuses.count(400) < 950, "some are good, some are bad"
+    wait_until(server.is_idle)
+    assert server.client.get("/health").status_code == 200
+    assert len(server.complete("still here", max_tokens=3)["text"]) == 3
+
+
+# -- clients that go away
+
+
+def test_a_stream_that_its_client_leaves_frees_its_blocks() -> None:
+    with serving(config=SMALL, step_s=0.002) as served:
+        for _ in range(5):
+            with served.client.stream(
+                "POST", "/v1/completions", json={"prompt": [1] * 90, "max_tokens": 500, "stream": True}
+            ) as answer:
+                next(answer.iter_lines())
+                assert not served.is_idle()
+        wait_until(served.is_idle)
+        metrics = served.frontend.loop.metrics
+        wait_until(lambda: metrics.request_success.value("abort") == 5)
+
+
+def test_a_client_that_leaves_before_its_whole_answer_is_there_frees_its_blocks() -> None:
+    with serving(config=SMALL, step_s=0.002) as served:
+        with pytest.raises(httpx.ReadTimeout):
+            served.client.post("/v1/completions", json={"prompt": [1] * 90, "max_tokens": 500}, timeout=0.1)
+        assert served.frontend.loop.metrics.prompt_tokens.value() == 90
+        wait_until(served.is_idle)
+
+
+def test_clients_that_leave_while_they_wait_are_forgotten() -> None:
+    with serving(limits(max_num_seqs=1, max_num_batched_tokens=600), config=SMALL, step_s=0.002) as served:
+        with served.client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 400, "stream": True}):
+            with pytest.raises(httpx.ReadTimeout):
+                served.client.post("/v1/completions", json={"prompt": "b", "max_tokens": 9}, timeout=0.1)
+            wait_until(lambda: served.frontend.loop.num_jobs == 1)
+        wait_until(served.is_idle)
+
+
+# -- limits and failures
+
+
+def test_a_full_queue_answers_503() -> None:
+    with serving(config=SMALL, step_s=0.01, max_num_queued_reqs=3) as served, ThreadPoolExecutor(3) as pool:
+        body = {"prompt": "a", "max_tokens": 500}
+        waiting = [pool.submit(served.post, "/v1/completions", body) for _ in range(3)]
+        wait_until(lambda: served.frontend.loop.num_jobs == 3)
+        refused = served.post("/v1/completions", body)
+        assert refused.status_code == 503
+        assert "max_num_queued_reqs is 3" in refused.json()["error"]["message"]
+        options: dict[str, Any] = {"base_url": served.url + "/v1", "api_key": "none", "max_retries": 0}
+        with openai.OpenAI(**options) as client, pytest.raises(openai.InternalServerError):
+            client.completions.create(model="tiny", prompt="a")
+        assert served.frontend.loop.metrics.rejections.value("max_num_queued_reqs") == 2
+        served.frontend.loop.clock.set_speed(1000.0)
+        assert [answer.result().status_code for answer in waiting] == [200] * 3
+
+
+def test_prompts_that_exceed_the_token_limit_answer_503() -> None:
+    with serving(config=SMALL, step_s=0.5, max_num_queued_tokens=50) as served:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(served.post, "/v1/completions", {"prompt": [1] * 60, "max_tokens": 1})
+            wait_until(lambda: served.frontend.loop.num_jobs == 1)
+            assert served.post("/v1/completions", {"prompt": [1], "max_tokens": 1}).status_code == 503
+            assert first.result().status_code == 200
+        assert served.post("/v1/completions", {"prompt": [1], "max_tokens": 1}).status_code == 200
+
+
+class Faulty:
+    """Fails while it is told to."""
+
+    def __init__(self) -> None:
+        self.is_broken = True
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.is_broken:
+            raise RuntimeError("device lost")
+        return StepResult(1_000)
+
+
+def test_a_step_that_fails_answers_500_and_the_server_goes_on() -> None:
+    faulty = Faulty()
+    with serving(config=SMALL, executors={"torch": faulty}) as served:  # type: ignore[dict-item]
+        served.post("/windtunnel/executor", {"kind": "torch"})
+        failed = served.post("/v1/completions", {"prompt": "a"})
+        assert failed.status_code == 500
+        assert "device lost" in failed.json()["error"]["message"]
+        streamed = events(served, "/v1/completions", {"prompt": "a"})
+        assert "device lost" in streamed[-1]["error"]["message"]
+        faulty.is_broken = False
+        assert served.client.get("/health").status_code == 200
+        assert len(served.complete("a", max_tokens=4)["text"]) == 4
+        wait_until(served.is_idle)
+
+
+def test_an_engine_that_keeps_failing_gives_up_and_says_so() -> None:
+    with serving(config=SMALL, executors={"torch": Faulty()}) as served:  # type: ignore[dict-item]
+        served.post("/windtunnel/executor", {"kind": "torch"})
+        statuses = [served.post("/v1/completions", {"prompt": "a"}).status_code for _ in range(3)]
+        assert statuses == [500] * 3
+        wait_until(lambda: served.client.get("/health").status_code == 503)
+        refused = served.post("/v1/completions", {"prompt": "a"})
+        assert refused.status_code == 503
+        assert "device lost" in refused.json()["error"]["message"]
+        assert served.post("/windtunnel/executor", {"kind": "sim"}).status_code == 503
+
+
+# -- executors
+
+
+def test_the_executor_is_swapped_in_the_middle_of_an_answer() -> None:
+    scheduler = limits()
+    reader = CacheReader(scheduler)
+    with serving(scheduler, config=SMALL, step_s=0.002, executors={"torch": reader}) as served:
+        assert served.client.get("/windtunnel/executor").json() == {"kind": "sim", "available": ["sim", "torch"]}
+        body = {"prompt": [1, 2, 3], "max_tokens": 500, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        token_ids: list[int] = []
+        with served.client.stream("POST", "/v1/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                token_ids += json.loads(line[6:])["choices"][0]["token_ids"]
+                if len(token_ids) == 5:
+                    swapped = served.post("/windtunnel/executor", {"kind": "torch"}).json()
+        num_simulated = 500 - reader.num_steps
+        assert 5 <= num_simulated < 500
+        assert swapped == {"kind": "torch", "num_recomputed_tokens": 3 + num_simulated - 1}
+        assert token_ids[num_simulated:] == continued([1, 2, 3, *token_ids[:num_simulated]], 500 - num_simulated)
+        assert served.client.get("/windtunnel/executor").json()["kind"] == "torch"
+        wait_until(served.is_idle)
+
+
+def test_an_executor_that_is_not_there_is_refused(server: Served) -> None:
+    for kind in ("torch", "warp"):
+        refused = server.post("/windtunnel/executor", {"kind": kind})
+        if kind == "warp" or refused.status_code != 200:
+            assert refused.status_code == 400
+            assert f"executor '{kind}' is not available" in refused.json()["error"]["message"]
+    assert server.client.get("/windtunnel/executor").json()["kind"] == "sim"
+
+
+def test_a_real_model_answers_as_it_does_alone() -> None:
+    """Continuous batching over a tiny pool with preemption gives what one-by-one generation gives."""
+    pytest.importorskip("torch")
+    from tiny_model import tiny_config
+
+    config = tiny_config(eos_token_id=None)
+    prompts = [[3 + i] * (5 + 7 * i) for i in range(6)]
+    body: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    real: dict[str, Any] = {"config": config, "executor": "torch", "num_threads": 1}
+    with serving(limits(max_model_len=64), **real) as served:
+        alone = [served.complete(prompt, **body)["token_ids"] for prompt in prompts]
+    tight = limits(max_model_len=64, num_gpu_blocks=22, max_num_batched_tokens=20, max_num_seqs=6)
+    with serving(tight, **real) as served:
+        together = served.post("/v1/completions", {"prompt": prompts, **body}).json()["choices"]
+        assert [choice["token_ids"] for choice in together] == alone
+        assert served.frontend.loop.metrics.preemptions.value() > 0
+        wait_until(served.is_idle)
+
+
+# -- pace
+
+
+def test_simulated_steps_take_their_time_and_paces_do_not_drift() -> None:
+    with serving(config=SMALL, step_s=0.01, speed=5.0) as served:
+        begin_s = time.monotonic()
+        served.complete("a", max_tokens=100)
+        wall_s = time.monotonic() - begin_s
+        told = served.frontend.loop.metrics
+        assert wall_s >= 100 * 0.01 / 5.0
+        assert told.itl._sum == pytest.approx(99 * 0.01), "engine time, to the nanosecond"
+
+
+# -- metrics
+
+VLLM_METRICS = {
+    **dict.fromkeys(
+        (
+            *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc"),
+            *("engine_sleep_state", "cache_config_info"),
+        ),
+        "gauge",
+    ),
+    **dict.fromkeys(
+        (
+            *("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries"),
+            *("external_prefix_cache_hits", "mm_cache_queries", "mm_cache_hits", "num_preemptions", "prompt_tokens"),
+            *("prompt_tokens_by_source", "prompt_tokens_cached", "prompt_tokens_cached_by_source"),
+            *("generation_tokens", "request_success", "admission_rejections"),
+        ),
+        "counter",
+    ),
+    **dict.fromkeys(
+        (
+            *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds"),
+            *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds"),
+            *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
+            *("request_generation_tokens", "iteration_tokens_total", "request_max_num_generation_tokens"),
+            *("request_params_n", "request_params_max_tokens", "request_num_preemptions"),
+            "request_prefill_kv_computed_tokens",
+        ),
+        "histogram",
+    ),
+}
+"""Names and types of vLLM 0.32 (``vllm/v1/metrics/loggers.py``), but for LoRA, connectors, FLOPs and speculation."""
+
+
+def test_metrics_have_vllms_names_types_and_labels(server: Served) -> None:
+    server.complete("metrics", max_tokens=3)
+    text = server.client.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    ours = {name.removeprefix("vllm:"): f.type for name, f in families.items() if name.startswith("vllm:")}
+    assert {name: kind for name, kind in ours.items() if not name.endswith("_created")} == VLLM_METRICS
+    for name, family in families.items():
+        if name.startswith("vllm:") and not name.startswith(("vllm:cache_config_info", "vllm:admission_rejections")):
+            assert {(s.labels["model_name"], s.labels["engine"]) for s in family.samples} == {("tiny", "0")}
+    reasons = {s.labels["finished_reason"] for s in families["vllm:request_success"].samples}
+    assert reasons == {"stop", "length", "abort", "error", "repetition"}
+    bounds = [s.labels["le"] for s in families["vllm:request_prompt_tokens"].samples if s.name.endswith("_bucket")]
+    assert bounds == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "500.0", "+Inf"]
+    assert "http_requests" in families
+
+
+def test_metrics_count_what_happened() -> None:
+    with serving(config=SMALL, step_s=0.01, speed=100.0) as served:
+        served.post("/v1/completions", {"prompt": [[1] * 21, [1] * 21], "max_tokens": 5})
+        served.complete([1] * 21, max_tokens=1)
+        facts = read_metrics(served.client.get("/metrics").text, name="metrics")
+        assert (facts.num_gpu_blocks, facts.block_size) == (400, 4)
+        assert (facts.prompt_tokens, facts.generation_tokens) == (63, 11)
+        assert (facts.prefix_cache_queries_tokens, facts.prefix_cache_hits_tokens) == (63, 40)
+        assert (facts.num_requests_running, facts.num_requests_waiting, facts.kv_cache_usage) == (0, 0, 0.0)
+        metrics = served.frontend.loop.metrics
+        assert metrics.request_success.value("length") == 3
+        assert metrics.itl._counts == [8, *[0] * 19], "all gaps are one step of 10 ms"
+        assert metrics.ttft._sum >= 0.03
+
+
+# -- the long run
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_leave_nothing_behind() -> None:
+    """Counts of live objects; ``benchmarks/serve.py`` measures bytes."""
+    with serving(limits(max_num_seqs=128, max_num_batched_tokens=512), config=SMALL, speed=1e6) as served:
+        loop, counts = served.frontend.loop, []
+        rng = random.Random(1)
+        for _ in range(4):
+            for _ in range(25):
+                prompts = [[rng.randrange(900) for _ in range(8)] for _ in range(100)]
+                answer = served.post("/v1/completions", {"prompt": prompts, "max_tokens": 2})
+                assert len(answer.json()["choices"]) == 100
+            wait_until(served.is_idle)
+            gc.collect()
+            kept = (Request, Sequence, Job)
+            counts.append(sum(type(thing) in kept for thing in gc.get_objects()))
+            assert loop.engine.scheduler.pool.num_keys <= 399
+        assert loop.metrics.request_success.value("length") == 10_000
+        assert max(counts) <= 3 * 100, "a job, a request and a sequence for each prompt of the last body, at most"
+
+
+def test_many_threads_get_their_own_answers(server: Served) -> None:
+    expected = {i: server.complete([i, i + 1], max_tokens=20)["text"] for i in range(8)}
+    failures: list[Any] = []
+
+    def ask(i: int) -> None:
+        with httpx.Client(base_url=server.url, timeout=30.0) as client:
+            for _ in range(10):
+                body = {"prompt": [i, i + 1], "max_tokens": 20}
+                text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+                if text != expected[i]:
+                    failures.append((i, text))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(set(expected.values())) == 8

@@ -1,0 +1,324 @@
+# ruff: noqa: ARG001 -- the flags are read from the context, all at once
+"""``windtunnel serve``: an OpenAI-compatible server, simulated or real."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windtunnel.cli.errors import EXIT_INTERNAL, EXIT_USAGE, exit_code
+from windtunnel.cli.output import note, warn
+
+if TYPE_CHECKING:
+    from windtunnel.executor.server.build import ServedModel, ServerSettings
+    from windtunnel.sim.engine.config import SchedulerConfig
+    from windtunnel.sim.engine.protocols import CostModel
+
+_SERVER, _DEPLOYMENT, _ENGINE = "Server", "Deployment", "Engine (vLLM's flags)"
+_OF_THE_SERVER = (
+    *("model_tag", "executor", "profile", "speed", "host", "port", "served_model_name", "num_threads"),
+    "disable_uvicorn_access_log",
+)
+"""Parameters that are no keys of a scenario."""
+_ONE_TOKEN = {"num_requests": 1, "input": 1, "output": 1}
+"""The workload of the scenario that a server is: it comes from its clients, but every scenario has one."""
+_KV_CACHE_BYTES = 2**30
+"""KV cache of a real executor where neither blocks nor bytes nor a GPU say how large it is."""
+_BLOCK_SIZE = 16
+_UNPRICED = "constant:step_s=1ms"
+"""Stands where a scenario wants a price and nothing here is simulated; no step is ever priced by it."""
+
+
+def _flag(panel: str, *names: str, metavar: str | None = None, help: str) -> Any:  # noqa: A002 -- typer's word
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
+
+
+def serve(
+    ctx: typer.Context,
+    model_tag: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="As --model; vllm serve has it here.", show_default=False)
+    ] = None,
+    executor: Annotated[
+        str, _flag(_SERVER, "--executor", metavar="sim|torch|triton", help="Who runs the steps; sim by default.")
+    ] = "sim",
+    profile: Annotated[
+        str | None, _flag(_SERVER, "--profile", metavar="FILE", help="A profile.json that says what a step costs.")
+    ] = None,
+    cost: Annotated[
+        str | None,
+        _flag(_SERVER, "--cost", metavar="COST", help="The same as text: constant:step_s=20ms; see simulate."),
+    ] = None,
+    speed: Annotated[
+        float, _flag(_SERVER, "--speed", metavar="X", help="Simulated steps pass X times as fast; 1 by default.")
+    ] = 1.0,
+    host: Annotated[
+        str,
+        _flag(_SERVER, "--host", metavar="HOST", help="Address to listen on; 127.0.0.1 by default, 0.0.0.0 is all."),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, _flag(_SERVER, "--port", metavar="N", help="Port; 8000 by default, 0 takes a free one and says which.")
+    ] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        _flag(_SERVER, "--served-model-name", metavar="NAME", help="What clients call the model. Repeatable."),
+    ] = None,
+    max_num_queued_reqs: Annotated[
+        str | None,
+        _flag(_SERVER, "--max-num-queued-reqs", metavar="N", help="Most requests in the server; more get 503."),
+    ] = None,
+    max_num_queued_tokens: Annotated[
+        str | None,
+        _flag(
+            _SERVER, "--max-num-queued-tokens", metavar="N", help="Prompt tokens in prefill from which on it is 503."
+        ),
+    ] = None,
+    disable_uvicorn_access_log: Annotated[
+        bool, _flag(_SERVER, "--disable-uvicorn-access-log", help="No line for each HTTP request.")
+    ] = False,
+    seed: Annotated[
+        str | None, _flag(_SERVER, "--seed", metavar="N", help="Of random weights, made-up and sampled tokens.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model, a model's folder, or a config.json."),
+    ] = None,
+    gpu: Annotated[
+        str | None, _flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="The GPU that is simulated (windtunnel gpus).")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs of the simulation."),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _flag(_DEPLOYMENT, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
+    ] = None,
+    dtype: Annotated[str | None, _flag(_DEPLOYMENT, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
+    kv_cache_dtype: Annotated[
+        str | None, _flag(_DEPLOYMENT, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
+    ] = None,
+    num_gpu_blocks_override: Annotated[
+        str | None, _flag(_DEPLOYMENT, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory.")
+    ] = None,
+    kv_cache_memory_bytes: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--kv-cache-memory-bytes", metavar="SIZE", help="Memory for the KV cache: 16GiB, 16GB."),
+    ] = None,
+    num_threads: Annotated[
+        int | None,
+        _flag(_DEPLOYMENT, "--num-threads", metavar="N", help="Threads of --executor torch; all by default."),
+    ] = None,
+    max_num_seqs: Annotated[
+        str | None, _flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        str | None, _flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step: 8192, 16k.")
+    ] = None,
+    max_model_len: Annotated[
+        str | None, _flag(_ENGINE, "--max-model-len", metavar="N", help="Longest prompt plus output, in tokens.")
+    ] = None,
+    block_size: Annotated[str | None, _flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
+    enable_chunked_prefill: Annotated[
+        bool | None,
+        _flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        _flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
+    ] = None,
+    long_prefill_token_threshold: Annotated[
+        str | None,
+        _flag(_ENGINE, "--long-prefill-token-threshold", metavar="N", help="Longest chunk while others are there."),
+    ] = None,
+    scheduling_policy: Annotated[
+        str | None,
+        _flag(_ENGINE, "--scheduling-policy", metavar="fcfs|priority", help="Order of the waiting requests."),
+    ] = None,
+) -> None:
+    """Serve a model to OpenAI clients: a mock of a deployment at its own pace, or a small real engine.
+
+    Names, defaults and meaning of the flags are those of vllm serve, but the server listens on this machine only
+    unless --host says otherwise.  Steps are decided one by one (no asynchronous scheduling).  POST
+    /windtunnel/executor {"kind": "sim"} changes who runs the steps, in the middle of all requests.
+
+    \b
+    Examples:
+      windtunnel serve --model llama-3.1-8b --gpu h100 --max-model-len 32k
+      windtunnel serve --model llama-3.1-8b --gpu h100 --max-model-len 32k --speed 10 --port 0
+      windtunnel serve --cost constant:step_s=20ms --num-gpu-blocks-override 4096 --max-model-len 8192
+      windtunnel serve ./tiny-llama --executor torch
+      windtunnel serve ./tiny-llama --executor torch --profile profile.json
+    """
+    missing = _missing_packages()
+    if missing:
+        note(f"error: serve needs {missing}: pip install 'windtunnel[server]'")
+        raise typer.Exit(EXIT_USAGE)
+    flags = {name: value for name, value in ctx.params.items() if name not in _OF_THE_SERVER and value is not None}
+    flags["model"] = _one_model(model, model_tag)
+    try:
+        served, settings = _plan(flags, executor, profile, speed, served_model_name or [], num_threads)
+        _run(served, settings, host, port, access_log=not disable_uvicorn_access_log)
+    except ValueError as error:
+        raise _refused(error) from None
+
+
+def _missing_packages() -> str:
+    from importlib.util import find_spec
+
+    packages = ("fastapi", "uvicorn", "prometheus_client")
+    return ", ".join(package for package in packages if find_spec(package) is None)
+
+
+def _one_model(flag: str | None, argument: str | None) -> str | None:
+    if flag is not None and argument is not None and flag != argument:
+        raise typer.BadParameter(f"MODEL is {argument!r}, but --model is {flag!r}: give one of them")
+    return flag if argument is None else argument
+
+
+def _refused(error: ValueError) -> Exception:
+    """A complaint about the settings is one of usage; errors with an exit code of their own keep it."""
+    return error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error))
+
+
+def _plan(
+    flags: Mapping[str, Any],
+    executor: str,
+    profile: str | None,
+    speed: float,
+    names: list[str],
+    num_threads: int | None,
+) -> tuple[ServedModel, ServerSettings]:
+    from windtunnel.executor.server.build import ServerSettings
+
+    _check(executor, speed)
+    served = _served_model(flags.get("model"), names)
+    scheduler, cost, told = _deployment(flags, executor, profile, served)
+    settings = ServerSettings(
+        scheduler,
+        cost,
+        executor,
+        speed,
+        int(told["seed"]),
+        flags.get("dtype") or "auto",
+        flags.get("kv_cache_dtype") or "auto",
+        num_threads,
+        told["max_num_queued_reqs"],
+        told["max_num_queued_tokens"],
+        flags.get("gpu_memory_utilization"),
+    )
+    return served, settings
+
+
+def _check(executor: str, speed: float) -> None:
+    from windtunnel.executor.server.executors import KINDS, why_torch_is_missing
+
+    if executor not in KINDS:
+        raise typer.BadParameter(f"{executor!r} is not one of {', '.join(KINDS)}", param_hint="--executor")
+    if not 0 < speed < float("inf"):
+        raise typer.BadParameter(f"{speed} is not above 0", param_hint="--speed")
+    missing = why_torch_is_missing() if executor != "sim" else None
+    if missing is not None:
+        raise typer.BadParameter(f"--executor {executor}: {missing}")
+
+
+def _served_model(name: str | None, names: list[str]) -> ServedModel:
+    from windtunnel.executor.server.build import ServedModel
+    from windtunnel.sim.deployment.model import read_model_config
+
+    if name is None:
+        return ServedModel(tuple(names) or ("windtunnel",), "windtunnel")
+    try:
+        config, folder = read_model_config(name)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read model {name}: {error.strerror or error}") from error
+    return ServedModel(tuple(names) or (name,), name, config, folder)
+
+
+def _deployment(
+    flags: Mapping[str, Any], executor: str, profile: str | None, served: ServedModel
+) -> tuple[SchedulerConfig, CostModel | None, dict[str, Any]]:
+    """The scheduler's config, what prices steps (None if nothing does) and the server's own settings.
+
+    They are resolved as those of a scenario.
+    """
+    from windtunnel.cli.simulate import overrides
+    from windtunnel.scenarios.load import Override, load_scenario
+    from windtunnel.scenarios.resolve import resolve
+
+    given = dict(flags)
+    if profile is not None:
+        if given.get("cost") is not None:
+            raise typer.BadParameter("--profile and --cost both say what a step costs: give one of them")
+        given["cost"] = f"profile:path={profile}"
+    is_priced = given.get("cost") is not None or given.get("gpu") is not None
+    if executor != "sim" and not is_priced:
+        given["cost"] = _UNPRICED
+    if executor != "sim" and given.get("gpu") is None and given.get("num_gpu_blocks_override") is None:
+        given["num_gpu_blocks_override"] = str(_num_real_blocks(given, served))
+        given.pop("kv_cache_memory_bytes", None)
+    workload = {key: Override(value, "the server's clients") for key, value in _ONE_TOKEN.items()}
+    synchronous = {"async_scheduling": Override(False, "windtunnel serve decides steps one by one")}
+    resolved = resolve(load_scenario(None, {**overrides(given), **workload, **synchronous}))
+    for warning in resolved.warnings:
+        warn(warning)
+    limits = resolved.system
+    told = {
+        "seed": resolved.seed,
+        "max_num_queued_reqs": limits.max_num_queued_reqs,
+        "max_num_queued_tokens": limits.max_num_queued_tokens,
+    }
+    return resolved.config, resolved.cost if executor == "sim" or is_priced else None, told
+
+
+def _num_real_blocks(given: Mapping[str, Any], served: ServedModel) -> int:
+    """Blocks of a real executor's cache: as many as its memory holds, and no more than the seats can ever use."""
+    from windtunnel.executor.model_config import DecoderConfig
+    from windtunnel.scenarios.units import parse_count, parse_size_bytes
+
+    if served.config is None:
+        raise typer.BadParameter("--executor torch and triton compute a model: give --model")
+    model = DecoderConfig.from_hf(served.config)
+    size = parse_count(given.get("block_size") or _BLOCK_SIZE)
+    max_model_len = parse_count(given.get("max_model_len") or model.max_model_len)
+    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * _element_bytes(given)
+    memory_bytes = parse_size_bytes(given.get("kv_cache_memory_bytes") or _KV_CACHE_BYTES)
+    most_useful = parse_count(given.get("max_num_seqs") or 128) * -(-max_model_len // size) + 1
+    return int(max(2, min(memory_bytes // (token_bytes * size), most_useful)))
+
+
+def _element_bytes(given: Mapping[str, Any]) -> int:
+    """Bytes of a number in the cache; --executor torch computes in float32 unless told otherwise."""
+    name = str(given.get("kv_cache_dtype") or "auto")
+    name = str(given.get("dtype") or "auto") if name == "auto" else name
+    if name.startswith("fp8"):
+        return 1
+    return 2 if name in ("half", "float16", "bfloat16") else 4
+
+
+def _run(served: ServedModel, settings: ServerSettings, host: str, port: int, *, access_log: bool) -> None:
+    from windtunnel import __version__
+    from windtunnel.executor.server.build import make_frontend
+    from windtunnel.executor.server.run import address_of, listen, run_server
+
+    with listen(host, port) as listener:
+        frontend = make_frontend(served, settings)
+        _tell(frontend, settings)
+        note(f"Starting windtunnel API server on {address_of(listener)}")
+        run_server(frontend, listener, __version__, access_log=access_log)
+
+
+def _tell(frontend: Any, settings: ServerSettings) -> None:
+    scheduler, cost = settings.scheduler, settings.cost
+    tokens = "its own tokenizer" if frontend.tokenizer.has_real_vocabulary else "bytes as tokens"
+    note(f"Model {frontend.model_name}, {frontend.tokenizer.vocab_size:,} token ids, {tokens}")
+    note(
+        f"GPU KV cache size: {scheduler.num_gpu_blocks * scheduler.block_size:,} tokens "
+        f"({scheduler.num_gpu_blocks:,} blocks of {scheduler.block_size}), max_model_len {scheduler.max_model_len:,}"
+    )
+    if settings.executor == "sim" and cost is not None:
+        state = "calibrated" if cost.calibrated else "uncalibrated"
+        note(f"Steps are simulated by {cost.name} ({state}), {settings.speed:g} times as fast; the text is made up")
+    else:
+        note(f"Steps are computed by the {settings.executor} executor")
