@@ -19,6 +19,8 @@ from windtunnel.calibrate.memory_fit import Evaluation, Line, evaluate, table
 from windtunnel.calibrate.startups import read_rows, usable
 from windtunnel.reports import page
 from windtunnel.reports.files import atomic_writer
+from windtunnel.sim.deployment.gpu import GIB
+from windtunnel.sim.deployment.memory_plan import CONTEXT_BYTES, DISTRIBUTED_CONTEXT_BYTES
 
 TARGET = "at most 2 % in the median, at most 6 % in nine of ten, and 85 % inside of a 90 % interval"
 NUM_WORST = 15
@@ -60,6 +62,9 @@ def _page(evaluations: Sequence[Evaluation], unusable: dict[int, str], num_rows:
         f"{num_rows} start-ups from public logs; {len(evaluations)} say enough, of {len(families)} families of models. "
         "Each was predicted by constants fitted without its family; which terms there are was read in vLLM's source, "
         "in view of all of them.",
+        f"{_with_replicas(evaluations)} start-ups are of data-parallel replicas, all of one family. Without it no "
+        "communicator of replicas is left to fit: it is then taken to be what several ranks hold before vLLM begins "
+        f"to count, {(DISTRIBUTED_CONTEXT_BYTES - CONTEXT_BYTES) / GIB:.2f} GiB.",
         "Where a log gives the memory that is available, tokens and blocks follow exactly; what is judged here is the "
         "whole way from gpu_memory_utilization to KV tokens.",
     ]
@@ -79,6 +84,10 @@ def _page(evaluations: Sequence[Evaluation], unusable: dict[int, str], num_rows:
         ("Reason", "Start-ups"), [(page.cell(why), page.cell(str(count), "number")) for why, count in counts]
     )
     yield "</section></main></body></html>"
+
+
+def _with_replicas(evaluations: Sequence[Evaluation]) -> int:
+    return sum(evaluation.num_replicas > 1 for evaluation in evaluations)
 
 
 HEADS = ("Release", "Card", "Kind", "Start-ups", "Families", "Median error", "90th percentile", "Largest", "Covered")

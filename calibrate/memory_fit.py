@@ -25,6 +25,7 @@ from scipy.optimize import least_squares
 from windtunnel.calibrate.startups import STARTUPS_CSV, StartUp, read_rows, usable
 from windtunnel.sim.deployment import overheads
 from windtunnel.sim.deployment.gpu import GIB, bundled_gpus
+from windtunnel.sim.deployment.memory_plan import CONTEXT_BYTES, DISTRIBUTED_CONTEXT_BYTES
 from windtunnel.sim.deployment.overheads import Constants, estimate_parts, kinds_of, shapes_of
 from windtunnel.sim.deployment.profile_run import is_amd, release
 
@@ -50,13 +51,15 @@ _PRIORS_GIB: dict[str, float] = {
     "cuda_doubling_bytes": 0.0,
     "amd_single_bytes": 0.6,
     "amd_several_bytes": 0.6,
+    "replicas_bytes": (DISTRIBUTED_CONTEXT_BYTES - CONTEXT_BYTES) / GIB,
     "estimated_graphs_bytes": 0.3,
     "estimated_graphs_layer_bytes": 0.01,
     "captured_graphs_bytes": 0.3,
     "captured_graphs_layer_bytes": 0.01,
     "amd_captured_graphs_bytes": 3.0,
 }
-"""What a constant is without any start-up; GiB, or copies of the hidden states.  Scales, not measurements."""
+"""What a constant is without any start-up; GiB, or copies of the hidden states.  Scales, not measurements, but for
+``replicas_bytes``: what several ranks take beside a CUDA context before vLLM begins to count, mostly for NCCL."""
 
 
 class _Observation(NamedTuple):
@@ -89,6 +92,7 @@ class Evaluation:
     residual_bytes: float
     """Logged overheads less the estimated ones, the error of the weights included."""
     weights_logged: bool
+    num_replicas: int
 
     @property
     def error(self) -> float:
@@ -240,6 +244,7 @@ def _evaluation(start_up: StartUp, residuals: Mapping[int, _Residual]) -> Evalua
         start_up.tokens_in(own.estimated_bytes + low),
         own.residual_bytes,
         start_up.weights_logged,
+        start_up.num_replicas,
     )
 
 
@@ -298,6 +303,7 @@ def fitted_data(rows: Iterable[Mapping[str, str]]) -> dict[str, object]:
     releases = sorted(release(start_up.setting.version) for start_up in used)
     low, high = error_scale(list(_left_out_residuals(start_ups, lambda start_up: start_up.family).values()))
     nvidia = {start_up.setting.tensor_parallel_size for start_up in used if not is_amd(start_up.setting.gpu)}
+    replicas = {start_up.num_replicas for start_up in used if start_up.setting.shares_experts}
     kinds = {kind for start_up in used for kind in kinds_of(start_up.setting.model)}
     return {
         "about": "Fitted by calibrate/memory_fit.py to calibrate/data/startups.csv.  Bytes, and copies of the hidden "
@@ -310,6 +316,7 @@ def fitted_data(rows: Iterable[Mapping[str, str]]) -> dict[str, object]:
             "oldest": releases[0],
             "newest": releases[-1],
             "tensor_parallel_sizes": sorted(nvidia),
+            "data_parallel_sizes": sorted(replicas),
             "kinds": sorted(kinds),
             "error_scale": [round(low, 3), round(high, 3)],
         },

@@ -16,6 +16,8 @@ from windtunnel.sim.deployment import model as bundled
 from windtunnel.sim.deployment.engine_args import engine_defaults
 from windtunnel.sim.deployment.gpu import GIB, GpuSpec, load_gpu
 from windtunnel.sim.deployment.kv_layout import KvLayout, kv_layout
+from windtunnel.sim.deployment.memory_request import has_states
+from windtunnel.sim.deployment.memory_rules import layout_rules, memory_rules
 from windtunnel.sim.deployment.model_spec import ModelSpec
 from windtunnel.sim.deployment.overheads import Setting
 from windtunnel.sim.deployment.versions import VersionProfile, profile
@@ -79,13 +81,14 @@ class StartUp:
     layouts: KvLayout
     max_model_len: int
     num_replicas: int
+    """Engines whose blocks are logged together."""
     requested_bytes: int
     weights_bytes: tuple[int, ...]
     """Of one GPU of each pipeline stage."""
     weights_logged: bool
     """Taken from the log because the checkpoint's own config is not bundled."""
     is_fitted: bool
-    """What constants are fitted to: one replica of a published release that the log names."""
+    """What constants are fitted to: published releases that the log names."""
     logged_weights_bytes: float | None
     activation_bytes: float | None
     non_torch_bytes: float | None
@@ -133,7 +136,8 @@ class StartUp:
         blocks = self.layouts.num_blocks(left)
         if self.tokens is None:
             return blocks
-        return self.layouts.logged_tokens(blocks, self.max_model_len, by_concurrency=False)
+        by_concurrency = memory_rules(self.setting.version).logs_by_concurrency
+        return self.layouts.logged_tokens(blocks, self.max_model_len, by_concurrency=by_concurrency)
 
     @property
     def logged(self) -> float:
@@ -187,7 +191,9 @@ def start_up(number: int, row: Mapping[str, str]) -> StartUp:
         kv_cache_dtype=row["kv_dtype"] or "auto",
         block_size=_whole(row, "block_size") or 16,
         max_concurrent_batches=1,
-        enable_prefix_caching=row["prefix_caching"] != "False",
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        enable_prefix_caching=_caches_prefixes(rules, model, row),
+        rules=layout_rules(rules, model.architecture, v0=_is_v0(row)),
     )
     if tokens is None and blocks is None and available is not None:
         blocks = layout.num_blocks(int(available)) * replicas
@@ -210,6 +216,8 @@ def start_up(number: int, row: Mapping[str, str]) -> StartUp:
             settings.max_num_seqs,
             row["enforce_eager"] == "True",
             row["kv_dtype"] or "auto",
+            replicas,
+            _spreads_experts(row, replicas),
         ),
         layouts=layout,
         max_model_len=length,
@@ -217,7 +225,7 @@ def start_up(number: int, row: Mapping[str, str]) -> StartUp:
         requested_bytes=math.ceil(usable_bytes or gpu.memory_bytes * share),
         weights_bytes=_weights(model, size, stages, replicas, row) if exact else (round(logged_weights or 0),) * stages,
         weights_logged=not exact,
-        is_fitted=bool(row["vllm_version"]) and "dev" not in row["vllm_version"] and replicas == 1,
+        is_fitted=bool(row["vllm_version"]) and "dev" not in row["vllm_version"],
         logged_weights_bytes=logged_weights if stages == 1 else None,
         activation_bytes=_bytes(row, "activation_gib"),
         non_torch_bytes=_bytes(row, "non_torch_gib"),
@@ -263,20 +271,40 @@ _V0_PROFILE = "vllm-0.8"
 
 
 def _version(row: Mapping[str, str]) -> str:
-    release = re.match(r"0\.(\d+)", row["vllm_version"])
+    release = re.match(r"0\.(\d+)(?:\.\d+(?:\.post\d+)?)?", row["vllm_version"])
     if release is None:
         if row["activation_gib"] and row["non_torch_gib"]:
             return _V0_PROFILE
         raise Unusable("the version is not logged")
     if int(release[1]) < 8:
         raise Unusable(f"vLLM {row['vllm_version']} is older than 0.8")
-    return f"vllm-{release[0]}"
+    return _published(f"vllm-{release[0]}") or f"vllm-0.{release[1]}"
+
+
+def _published(name: str) -> str | None:
+    """The name, if there is such a release; a build from between two has the rules of its minor version's last."""
+    try:
+        return profile(name).name
+    except ValueError:
+        return None
+
+
+def _is_v0(row: Mapping[str, str]) -> bool:
+    """Whether the V0 engine wrote the log, by what ``_version`` goes by."""
+    return not row["vllm_version"]
+
+
+def _caches_prefixes(rules: VersionProfile, model: ModelSpec, row: Mapping[str, str]) -> bool:
+    """As logged, else the default of the release."""
+    if row["prefix_caching"]:
+        return row["prefix_caching"] == "True"
+    return memory_rules(rules).caches_states or not has_states(model)
 
 
 def _budget(rules: VersionProfile, row: Mapping[str, str], max_model_len: int) -> int | None:
     """The token budget that was given; the V0 engine's default for logs of it."""
     given = _whole(row, "max_num_batched_tokens")
-    if given is None and not row["vllm_version"] and rules.v0 is not None:
+    if given is None and _is_v0(row) and rules.v0 is not None:
         return rules.v0.max_num_batched_tokens(max_model_len)
     return given
 
@@ -304,19 +332,23 @@ def _utilization(row: Mapping[str, str]) -> float:
 
 
 def _weights(model: ModelSpec, size: int, stages: int, replicas: int, row: Mapping[str, str]) -> tuple[int, ...]:
-    """Of each stage; the experts of replicas are spread out where the recording's name says so."""
-    spread = replicas > 1 and "_ep" in row["source"].rsplit("/", 1)[-1]
+    """Of each stage."""
     return tuple(
         model.weight_bytes(
             size,
             pipeline_parallel_size=stages,
             pipeline_rank=rank,
             data_parallel_size=replicas,
-            expert_parallel=spread,
+            expert_parallel=_spreads_experts(row, replicas),
         )
         + model.rotary_cache_bytes()
         for rank in range(stages)
     )
+
+
+def _spreads_experts(row: Mapping[str, str], replicas: int) -> bool:
+    """Whether replicas hold whole experts: where the recording's name says so."""
+    return replicas > 1 and "_ep" in row["source"].rsplit("/", 1)[-1]
 
 
 def _number(row: Mapping[str, str], key: str) -> float | None:

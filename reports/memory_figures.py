@@ -43,8 +43,6 @@ def parts_of(plan: MemoryPlan) -> list[Part]:
     if plan.graphs_inside:
         parts.append(graphs)
     unexplained = 0 if plan.is_given else plan.unexplained_bytes
-    if plan.source == "measured":
-        unexplained = max(unexplained, 0)  # a larger pool takes of what is free
     if abs(unexplained) >= DRAWN_BYTES:
         parts.append(Part("unexplained", unexplained, "@grey", unexplained_words(plan)))
     parts.append(Part("KV cache", plan.kv_cache_bytes, "@green", f"{plan.num_gpu_blocks:,} blocks"))
@@ -83,14 +81,14 @@ def waterfall(plan: MemoryPlan) -> Figure:
         "hovertemplate": "%{y}<br>%{customdata}<extra></extra>",
         "showlegend": False,
     }
-    budget = plan.spent_bytes + (plan.total_bytes - plan.free_bytes)
-    lines = [_upright(total, "@text", "total", "left")]
+    lines = [_upright(total, "@text", "total", len(parts), 0)]
     if not plan.is_given:
-        lines.append(_upright(budget / GIB, "@vermillion", "budget ends", "right"))
+        budget = plan.requested_bytes + (plan.total_bytes - plan.free_bytes)
+        lines.append(_upright(budget / GIB, "@vermillion", "budget ends", len(parts), 1))
     widest = max(total, *(start + max(height, 0) for start, height in zip(starts, heights, strict=True)))
     layout = {
         "xaxis": {"title": "GiB of one GPU", "range": [0, 1.1 * widest]},
-        "yaxis": {"autorange": "reversed", "type": "category"},
+        "yaxis": {"range": [len(parts) - 0.5, -0.5 - LABEL_ROWS], "type": "category"},
         "shapes": [line["shape"] for line in lines],
         "annotations": [line["note"] for line in lines],
         "bargap": 0.25,
@@ -104,25 +102,30 @@ def waterfall(plan: MemoryPlan) -> Figure:
     return Figure("waterfall", "Where the memory of one GPU goes", caption, [bars], layout, tall=True)
 
 
-def _upright(x: float, colour: str, text: str, side: str) -> dict[str, Any]:
+LABEL_ROWS = 1.0
+"""Room above the bars for the words at the lines, in bars: two rows of them, as the lines can be close together."""
+
+
+def _upright(x: float, colour: str, text: str, num_bars: int, row: int) -> dict[str, Any]:
+    """A line across all bars; its word stands on its left above them, so that neither edge nor bar is in the way."""
+    top = -0.5 - LABEL_ROWS * (1 - row / 2)
     return {
         "shape": {
             "type": "line",
             "x0": x,
             "x1": x,
-            "y0": 0,
-            "y1": 1,
-            "yref": "paper",
+            "y0": num_bars - 0.5,
+            "y1": top,
             "line": {"color": colour, "width": 1.5, "dash": "dash"},
         },
         "note": {
             "x": x,
-            "y": 0,
-            "yref": "paper",
+            "y": top,
             "text": text,
             "showarrow": False,
-            "xanchor": side,
-            "yanchor": "bottom",
+            "xanchor": "right",
+            "xshift": -3,
+            "yanchor": "top",
             "font": {"color": colour, "size": 12},
         },
     }

@@ -13,9 +13,11 @@ from windtunnel.reports.memory_figures import MOST_CURVES, num_curves, sweep_fig
 from windtunnel.reports.memory_text import (
     VERDICT_WORDS,
     MemoryRow,
+    axis_cell,
     budget_rows,
     comparison_rows,
     pool_rows,
+    reasons_of,
     remedy_rows,
     setting_rows,
     short,
@@ -54,6 +56,7 @@ def write_sweep_html(
     points: Sequence[Mapping[str, Any]],
     best: MemoryRow | None,
     notes: Sequence[str],
+    warnings: Sequence[str] = (),
     *,
     version: str,
 ) -> None:
@@ -61,7 +64,7 @@ def write_sweep_html(
 
     Raises OSError if it cannot be written.
     """
-    _write(path, _sweep_page(axes, points, best, notes, version))
+    _write(path, _sweep_page(axes, points, best, notes, warnings, version))
 
 
 def _write(path: str | Path, parts: Iterator[str]) -> None:
@@ -198,6 +201,7 @@ def _sweep_page(
     points: Sequence[Mapping[str, Any]],
     best: MemoryRow | None,
     notes: Sequence[str],
+    warnings: Sequence[str],
     version: str,
 ) -> Iterator[str]:
     drawn = sweep_figures(axes, points)
@@ -206,7 +210,8 @@ def _sweep_page(
     yield from page_head(title, skip_to="sweep")
     yield from _header(title, f"memory plans over {', '.join(axes)}")
     yield "<main>"
-    yield from answer_box(*_sweep_answer(axes, points))
+    headline, sentences, tone = _sweep_answer(axes, points)
+    yield from answer_box(headline, [*sentences, *warnings], "note" if warnings and tone == "good" else tone)
     yield from _notes(notes)
     yield from navigation([("sweep", "What if"), ("points", "All plans"), ("memory", "Memory of one GPU")])
     yield section("sweep", "What if")
@@ -257,16 +262,17 @@ def _sweep_answer(axes: Sequence[str], points: Sequence[Mapping[str, Any]]) -> t
 
 def _points(axes: Sequence[str], points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield section("points", "All plans")
-    heads = (*map(short, axes), "GPUs", "KV tokens", "90 % interval", "Concurrency", "Left", "Verdict")
+    heads = ("Row", *map(short, axes), "GPUs", "KV tokens", "90 % interval", "Concurrency", "Left", "Verdict")
     rows = []
-    for point in points:
+    for number, point in enumerate(points, 1):
         *figures, _ = sweep_cells(point)
-        cells = [cell(plain(point[axis]), "number") for axis in axes]
+        cells = [cell(str(number), "number"), *(cell(axis_cell(point, axis), "number") for axis in axes)]
         rows.append([*cells, *(cell(text, "number") for text in figures), _verdict(point["verdict"])])
     yield from table(heads, rows)
-    reasons = list(dict.fromkeys(point["reason"] for point in points if point["verdict"] != OK))
+    reasons = [*reasons_of(points, DOES_NOT_START), *reasons_of(points, UNSAFE)]
     if reasons:
-        yield f"<details><summary>{plural(len(reasons), 'reason')}</summary><ul>"
+        told = f"Why some do not start or are unsafe: {plural(len(reasons), 'reason')}"
+        yield f"<details><summary>{told}</summary><ul>"
         yield "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
         yield "</ul></details>"
     yield "</section>"

@@ -17,8 +17,6 @@ from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE, Me
 from windtunnel.sim.deployment.memory_remedies import Remedy
 
 WIDTH = 100
-_EXTRAPOLATED = "Not measured:"
-"""How ``overheads`` begins the sentence on what lies outside of its start-ups."""
 VERDICT_WORDS = {OK: "ok", UNSAFE: "unsafe", DOES_NOT_START: "does not start"}
 
 NO_REMEDY = (
@@ -90,7 +88,6 @@ def plan_text(row: MemoryRow) -> str:
     if row.serve_command:
         parts.append(row.serve_command)
     parts += [f"note: {note}" for note in row.notes]
-    parts += [f"note: {text}" for text in row.plan.overheads.assumptions if text.startswith(_EXTRAPOLATED)]
     return "\n\n".join(parts)
 
 
@@ -141,13 +138,21 @@ def budget_rows(row: MemoryRow) -> list[Row]:
         ("CUDA graphs", size(plan.cudagraph_bytes), _joined(row.origin("cudagraph_bytes"), _where_graphs(plan))),
         ("available for KV", size(plan.available_kv_cache_bytes), _origin(row)),
         ("KV cache", size(plan.kv_cache_bytes), f"{plan.num_gpu_blocks:,} whole blocks"),
-        ("left on the card", size(plan.margin_bytes), "once graphs are captured"),
+        ("left on the card", *_left(row)),
     ]
     if plan.unexplained_bytes:
         rows.insert(7, ("unexplained", size(plan.unexplained_bytes), unexplained_words(plan)))
     if plan.given_by:
         rows[2] = ("requested", NOTHING, f"{plan.given_by} takes its place")
     return rows
+
+
+def _left(row: MemoryRow) -> tuple[str, str]:
+    """What is left on the card; nothing that the estimates deny a server that runs."""
+    plan = row.plan
+    if plan.margin_bytes < 0 and plan.source == "measured" and row.judged.verdict == OK:
+        return NOTHING, f"not known: by the estimates {size(-plan.margin_bytes)} too little, but it runs"
+    return size(plan.margin_bytes), "once graphs are captured"
 
 
 def _joined(*texts: str) -> str:
@@ -158,6 +163,8 @@ def unexplained_words(plan: MemoryPlan) -> str:
     """Why the parts do not sum up to the budget."""
     if plan.source != "measured":
         return "the correction, with the other sign"
+    if plan.unexplained_bytes < 0:
+        return "requested less all other parts, which are too many"
     return "requested less all other parts: no figure explains it"
 
 
@@ -204,7 +211,7 @@ def pool_rows(row: MemoryRow) -> list[Row]:
         (
             "Maximum concurrency",
             f"{plan.max_concurrency:.2f}x",
-            _joined(_from(row, "max_concurrency"), f"for {length:,} tokens per request"),
+            _joined(_from(row, "max_concurrency"), f"for {length:,} tokens per request{_taken(row)}"),
         ),
     ]
     if interval:
@@ -215,13 +222,18 @@ def pool_rows(row: MemoryRow) -> list[Row]:
         rows.append(("state blocks", f"{plan.max_state_sequences:,}", _states_remark(plan)))
     if plan.num_cpu_blocks is not None:
         rows.append(("num_cpu_blocks", f"{plan.num_cpu_blocks:,}", "swap space of V0"))
-    if plan.equivalent_gpu_memory_utilization is not None:
+    if plan.equivalent_gpu_memory_utilization is not None and plan.given_by is None:
         rows.append(
             ("equivalent to", f"{plan.equivalent_gpu_memory_utilization:.4f}", "gpu_memory_utilization without graphs")
         )
     if plan.request.data_parallel_size > 1:
         rows.append(("replicas", str(plan.request.data_parallel_size), "each with a pool like this"))
     return rows
+
+
+def _taken(row: MemoryRow) -> str:
+    """That max_model_len is a guess, if it is one."""
+    return ", which is taken: max_model_len is not known" if row.origins.get("max_model_len") == "taken" else ""
 
 
 def _blocks_remark(plan: MemoryPlan) -> str:
@@ -430,25 +442,60 @@ def setting_rows(plan: MemoryPlan) -> list[Row]:
 # --- a sweep
 
 
-def sweep_text(axes: Sequence[str], dicts: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
-    """A table, one line a combination (as plain data), and below why some do not start."""
+def sweep_text(
+    axes: Sequence[str], dicts: Sequence[Mapping[str, Any]], notes: Sequence[str], warnings: Sequence[str] = ()
+) -> str:
+    """A table, one line a combination (as plain data), and below why some do not start or are unsafe."""
     with_users = any(made.get("real_users") is not None for made in dicts)
-    heads = [*map(short, axes), "GPUs", "KV tokens", "90 % interval", "concurrency", "left", "verdict"]
+    heads = ["row", *map(short, axes), "GPUs", "KV tokens", "90 % interval", "concurrency", "left", "verdict"]
     heads += ["users"] if with_users else []
-    rows = [[*(plain(made[axis]) for axis in axes), *sweep_cells(made, with_users=with_users)] for made in dicts]
+    rows = [
+        [str(number), *(axis_cell(made, axis) for axis in axes), *sweep_cells(made, with_users=with_users)]
+        for number, made in enumerate(dicts, 1)
+    ]
     lines = _aligned([heads, *rows])
-    reasons = {made["reason"]: None for made in dicts if made["verdict"] == DOES_NOT_START}
-    shown = list(reasons)[:MOST_REASONS]
-    if shown:
-        lines += ["", "Why some do not start"]
-        for reason in shown:
-            lines += wrap(reason, WIDTH, initial_indent="  - ", subsequent_indent="    ")
-    if len(reasons) > len(shown):
-        lines.append(f"  ({len(reasons) - len(shown)} more: --json has all)")
-    return "\n".join([*lines, *(f"\nnote: {note}" for note in notes)])
+    for title, verdict in (("Why some do not start", DOES_NOT_START), ("Why some are unsafe", UNSAFE)):
+        reasons = reasons_of(dicts, verdict)
+        if reasons:
+            lines += ["", title, *_listed(reasons)]
+    told = [_wrapped(f"WARNING: {warning}") for warning in warnings] + [f"note: {note}" for note in notes]
+    lines += [f"\n{text}" for text in told[:MOST_NOTES]]
+    if len(told) > MOST_NOTES:
+        lines.append(f"\n({len(told) - MOST_NOTES} more notes: --json has all)")
+    return "\n".join(lines)
+
+
+def reasons_of(dicts: Sequence[Mapping[str, Any]], verdict: str) -> list[str]:
+    """Why combinations have that verdict, each reason with the rows that it is about."""
+    rows: dict[str, list[int]] = {}
+    for number, made in enumerate(dicts, 1):
+        if made["verdict"] == verdict:
+            rows.setdefault(made["reason"], []).append(number)
+    return [f"{row_words(numbers)}: {reason}" for reason, numbers in rows.items()]
+
+
+def row_words(numbers: Sequence[int]) -> str:
+    """Numbers of rows, in order, in words: "rows 1-3, 7"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    told = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"row{'s' if len(numbers) > 1 else ''} {told}"
+
+
+def _listed(reasons: Sequence[str]) -> Iterator[str]:
+    for reason in reasons[:MOST_REASONS]:
+        yield from wrap(reason, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+    if len(reasons) > MOST_REASONS:
+        yield f"  ({len(reasons) - MOST_REASONS} more: --json has all)"
 
 
 MOST_REASONS = 3
+"""Of one verdict."""
+MOST_NOTES = 8
 _SHORT = {
     "tensor_parallel_size": "TP",
     "pipeline_parallel_size": "PP",
@@ -462,6 +509,14 @@ _SHORT = {
 def short(name: str) -> str:
     """A setting's name where there is little room."""
     return _SHORT.get(name, name)
+
+
+def axis_cell(made: Mapping[str, Any], axis: str) -> str:
+    """A setting as it was given; of a max_model_len that is fitted ("auto", -1) also what came of it."""
+    value, planned = made[axis], made.get("planned_max_model_len")
+    if axis != "max_model_len" or planned is None or value == planned:
+        return plain(value)
+    return f"{'auto' if value == -1 else plain(value)} = {planned:,}"
 
 
 def sweep_cells(made: Mapping[str, Any], *, with_users: bool = False) -> list[str]:

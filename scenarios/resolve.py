@@ -272,7 +272,8 @@ def _model(ledger: Ledger) -> ModelSpec | None:
     except OSError as error:
         raise ScenarioUnreadable(f"cannot read model {path}: {error.strerror or error}") from error
     except ScenarioError as error:
-        raise (ScenarioUnreadable(str(error)) if path.exists() else error) from error.__cause__
+        is_file = path.exists() or isinstance(error.__cause__, OSError)
+        raise (ScenarioUnreadable(str(error)) if is_file else error) from error.__cause__
     if not path.exists() and name != model.name:
         ledger.notes.append(f"Model {name} is {model.name}.")
     dtype = _DTYPE_ALIASES.get(given.dtype or "auto", given.dtype or "auto")

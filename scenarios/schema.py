@@ -104,9 +104,7 @@ class Deployment(_Section):
     """Share of the GPU's memory that vLLM may use for weights, activations and KV cache."""
     dtype: Literal["auto", "bfloat16", "float16", "half", "float32", "float"] | None = None
     """Type of unquantised weights and of activations; auto is the model's own."""
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "bfloat16", "float16", "float32"] | None = (
-        None
-    )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16"] | None = None
     """Type of the KV cache; auto is that of the model."""
     num_gpu_blocks_override: Annotated[Count | None, Field(ge=2, le=50_000_000)] = None
     """KV blocks in the pool, whatever the memory; block 0 is the null block and holds nothing."""

@@ -98,6 +98,11 @@ def parse_size_bytes(value: int | str) -> int:
             f"{_respelled(match)}"
         )
     number = match.group(1)[:40]
+    if "." in number and not unit:
+        raise ValueError(
+            f"must be whole: a number without a unit counts bytes; write {number}GiB for {number} * 2**30 bytes, or "
+            f"{number}GB for {number} * 10**9"
+        )
     return _checked_size(round(float(number) * factor) if "." in number else int(number) * factor)
 
 

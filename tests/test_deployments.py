@@ -347,7 +347,7 @@ def test_a_script_with_several_servers_holds_several_deployments(tmp_path: Path)
     script = write(tmp_path / "all.sh", "vllm serve a/b -tp 2 &\nvllm serve c/d --max-num-seqs 4\n")
     assert [found.name for found in read_deployments(script)] == ["a/b", "c/d"]
     assert read_deployment(script, name="c/d").settings["max_num_seqs"] == 4
-    with pytest.raises(DeploymentError, match="holds 2 deployments: choose one by its name: a/b, c/d"):
+    with pytest.raises(DeploymentError, match=r"choose one as .*all\.sh#NAME, by its name: a/b, c/d"):
         read_deployment(script)
     with pytest.raises(DeploymentError, match="no deployment 'x'; there are a/b, c/d"):
         read_deployment(script, name="x")

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 import windtunnel as wt
 from windtunnel.cli.main import main
 from windtunnel.memory_settings import several
+from windtunnel.reports.memory_figures import waterfall
+from windtunnel.reports.memory_text import row_words
 from windtunnel.sim.deployment.gpu import GIB, load_gpu
 from windtunnel.sim.deployment.memory import plan_memory
 from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, RESERVE_BYTES, UNSAFE, make_plan
@@ -407,7 +409,8 @@ def _request_of(row: dict[str, str]) -> MemoryRequest | None:
 def test_graphs_beside_the_budget_make_a_large_share_unsafe() -> None:
     old = plan(engine="vllm-0.19", gpu_memory_utilization=0.985, max_model_len=8192)
     new = plan(engine="vllm-0.32", gpu_memory_utilization=0.985, max_model_len=8192)
-    assert (old.verdict, old.judged.judgement.cause) == (UNSAFE, "graphs_outside")
+    assert (old.verdict, old.judged.judgement.cause) == (UNSAFE, "sampler_warm_up")
+    assert "the warm-up of the sampler on 1,024 sequences" in old.reason
     assert new.verdict == OK
     safe = next(remedy for remedy in old.judged.remedies if remedy.flag == "gpu_memory_utilization")
     assert safe.value < 0.985
@@ -530,6 +533,47 @@ def test_a_combination_that_vllm_refuses_is_a_row_that_does_not_start() -> None:
     assert "tensor_parallel_size 3" in sweep.points[1].error
     with pytest.raises(RefusedByVllm, match="tensor_parallel_size 3"):
         plan(tensor_parallel_size=3)
+
+
+def test_a_sweep_tells_what_its_single_plans_tell_and_of_which_rows(tmp_path: Path) -> None:
+    asked: dict[str, list[Any]] = {"engine": ["vllm-0.19", "vllm-0.32"], "max_model_len": [8192, 131_072]}
+    sweep = wt.memory_sweep("llama-3.1-8b", ["h100", "l4"], **asked)
+    told = " ".join(sweep.text().split())
+    page = tmp_path / "sweep.html"
+    sweep.report(page)
+    shown = page.read_text("utf-8")
+    for number, point in enumerate(sweep.points, 1):
+        alone = wt.memory_plan("llama-3.1-8b", **point.values)
+        about = [note for note in sweep.notes if str(number) in _rows(note)]
+        assert {note.partition(": ")[2] for note in about} == set(alone.notes)
+    assert [_rows(note) for note in sweep.notes] == [["3", "4"], ["5", "6"], ["7", "8"]]
+    for note in sweep.notes:
+        assert f"note: {note}" in told
+        assert note in shown
+    assert "Why some do not start - row 6: To serve" in told
+    assert "row 8: To serve" in shown
+
+
+def _rows(note: str) -> list[str]:
+    """The numbers of the rows that a note begins with."""
+    spans = re.match(r"rows? ([\d, -]+): ", note)
+    assert spans is not None, note
+    rows: list[str] = []
+    for span in spans[1].split(", "):
+        first, _, last = span.partition("-")
+        rows += map(str, range(int(first), int(last or first) + 1))
+    return rows
+
+
+def test_a_note_of_every_row_names_none() -> None:
+    sweep = wt.memory_sweep("llama-3.1-8b", "l4", max_model_len=[2048, 4096])
+    [note] = sweep.notes
+    assert note.startswith("Not measured: L4 ")
+
+
+@given(st.sets(st.integers(1, 60), min_size=1).map(sorted))
+def test_rows_are_named_in_short_and_without_loss(numbers: list[int]) -> None:
+    assert _rows(f"{row_words(numbers)}: x") == [str(number) for number in numbers]
 
 
 def test_more_memory_never_holds_less() -> None:
@@ -783,35 +827,92 @@ def test_a_broken_setting_gives_one_clear_error(
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code", "words"),
     [
-        ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"quantization_config": {"quant_method": "magic"}}, "magic"),
-        ({"architectures": ["MagicForCausalLM"]}, "MagicForCausalLM"),
-        ({"num_key_value_heads": 7}, "num_key_value_heads"),
+        ({"num_hidden_layers": None}, 3, "num_hidden_layers"),
+        ({"quantization_config": {"quant_method": "magic"}}, 2, "magic"),
+        ({"architectures": ["MagicForCausalLM"]}, 2, "MagicForCausalLM"),
+        ({"num_key_value_heads": 7}, 3, "num_key_value_heads"),
     ],
 )
 def test_a_broken_config_gives_one_clear_error(
-    change: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {key: value for key, value in {**WIDE, **change}.items() if value is not None}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config), "utf-8")
-    assert main(["memory", "--model", str(path), "--gpu", "h100"]) == 2
+    assert main(["memory", "--model", str(path), "--gpu", "h100"]) == code
     captured = capsys.readouterr()
     assert captured.err.count("error: ") == 1
     assert words in captured.err
+    assert str(path) in captured.err, "the file as it was given"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("gone.json", None, "no such file"),
+        ("gone/config.json", None, "no such file"),
+        ("config.json", "", "line 1: not valid JSON"),
+        ("config.json", "{'a': 1}", "line 1: not valid JSON"),
+        ("config.json", "[1]", "holds list"),
+        (".", None, "no config.json in this folder"),
+    ],
+)
+def test_a_model_s_file_that_is_missing_or_broken_is_unreadable(
+    name: str, content: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content, "utf-8")
+    assert main(["memory", "--model", str(path), "--gpu", "h100"]) == 3
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("error: ")) == ("", 1)
+    assert f"--model: {path}" in captured.err
+    assert words in captured.err
+
+
+@pytest.mark.parametrize(
+    ("given", "served"),
+    [
+        ("m/config.json", "m"),
+        ("./m/config.json", "m"),
+        ("m", "m"),
+        ("./m", "./m"),
+        ("m/other.json", "m"),
+        ("config.json", "."),
+    ],
+)
+def test_a_config_s_plan_is_called_and_served_as_it_was_given(
+    given: str, served: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    for name in ("config.json", "m/config.json", "m/other.json"):
+        (tmp_path / name).write_text(json.dumps(WIDE), "utf-8")
+    made = wt.memory_plan(given, "h100", dtype="float16", tensor_parallel_size=8)
+    assert made.serve_command.startswith(f"vllm serve {served} ")
+    assert "--dtype float16" in made.serve_command
+    assert made.text().startswith(f"{given} on 8 x ")
+    assert made.to_dict()["model"] == given
+
+
+def test_a_path_in_the_home_folder_is_served_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(WIDE), "utf-8")
+    made = wt.memory_plan("~/config.json", "h100", tensor_parallel_size=8)
+    assert made.serve_command.startswith(f"vllm serve {tmp_path} "), "a shell does not expand a quoted ~"
 
 
 TEN: list[tuple[dict[str, Any], list[str], int, tuple[str, ...]]] = [
     (
         {"num_hidden_layers": None},
         [],
-        2,
+        3,
         ("model", "lacks num_hidden_layers", "take the model's own, whole config.json"),
     ),
-    ({"num_hidden_layers": "many"}, [], 2, ("num_hidden_layers", "'many'", "at least 1")),
-    ({"num_key_value_heads": 7}, [], 2, ("num_attention_heads (64)", "multiple of", "num_key_value_heads (7)")),
+    ({"num_hidden_layers": "many"}, [], 3, ("num_hidden_layers", "'many'", "at least 1")),
+    ({"num_key_value_heads": 7}, [], 3, ("num_attention_heads (64)", "multiple of", "num_key_value_heads (7)")),
     ({}, ["-tp", "3"], 4, ("tensor_parallel_size 3", "64 attention heads", "choose one of 1, 2, 4, 8, 16")),
     ({"quantization_config": {"quant_method": "magic"}}, [], 2, ("quantisation magic", "modelled: fp8, awq, gptq")),
     ({}, ["--num-gpu-blocks-override", "-5"], 2, ("--num-gpu-blocks-override: -5", "at least 1")),
@@ -888,6 +989,18 @@ def test_the_pages_hold_their_figures_and_need_no_network(tmp_path: Path) -> Non
         assert 'src="http' not in page
     fall = json.loads(single.read_text("utf-8").split('id="figures">')[1].split("</script>")[0])[0]
     assert any("weights" in name for name in fall["data"][0]["y"])
+
+
+@pytest.mark.parametrize("asked", [{}, {"gpu_memory_utilization": 0.99}, {"engine": "vllm-0.19"}])
+def test_words_at_the_lines_of_the_waterfall_are_in_nobody_s_way(asked: dict[str, Any]) -> None:
+    drawn = waterfall(wt.memory_plan("llama-3.1-8b", "h100", **asked).judged.plan)
+    top, num_bars = drawn.layout["yaxis"]["range"][1], len(drawn.data[0]["y"])
+    words = drawn.layout["annotations"]
+    assert [word["text"] for word in words] == ["total", "budget ends"]
+    assert all(word["xanchor"] == "right" for word in words), "the edge cuts nothing off"
+    assert all(top <= word["y"] <= -1 for word in words), "above the first bar, half of which is above its middle, 0"
+    assert words[0]["y"] != words[1]["y"], "the lines can be close together"
+    assert all(line["y0"] == num_bars - 0.5 for line in drawn.layout["shapes"])
 
 
 def test_the_waterfall_fills_the_card() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 import windtunnel as wt
 from windtunnel import memory_inputs
 from windtunnel.cli.main import main
-from windtunnel.reports.memory_figures import parts_of
+from windtunnel.memory_correction import correction_of
+from windtunnel.reports.memory_figures import parts_of, waterfall
 from windtunnel.sim.deployment.gpu import GIB, load_gpu
 from windtunnel.sim.deployment.memory_plan import make_plan
 from windtunnel.sim.deployment.memory_request import MeasuredPool, MemoryRequest
@@ -193,7 +195,9 @@ def test_the_parts_of_a_measured_plan_add_up_to_the_byte(
 
 
 def test_a_correction_is_the_unexplained_part_of_a_corrected_plan() -> None:
-    made = wt.memory_plan("llama-3.1-8b", "h100", correction={"correction_bytes": -2 * GIB})
+    given = wt.memory_plan("llama-3.1-8b", "h100")
+    learnt = correction_of(given.judged.plan.request, given.judged.plan, -2 * GIB, "a log")
+    made = wt.memory_plan("llama-3.1-8b", "h100", correction=learnt)
     plain = made.to_dict()
     assert plain["unexplained_bytes"] == 2 * GIB
     assert plain["origins"]["available_kv_cache_bytes"] == "formula, corrected"
@@ -270,6 +274,175 @@ def test_a_start_up_that_failed_does_not_start_though_its_cache_was_sized(tmp_pa
 def test_figures_that_do_not_go_together_are_a_warning(tmp_path: Path) -> None:
     found = from_log(tmp_path, SHARE + ENGINE + AVAILABLE.format(gib="57.90") + BLOCKS.format(blocks=10_000))
     assert any("not the 57.90 GiB" in warning for warning in found.warnings)
+
+
+# --- what a real start-up shows
+
+HEALTHY = """\
+(APIServer pid=1) INFO 06-10 09:59:01 [api_server.py:1839] vLLM API server version 0.11.0
+(APIServer pid=1) INFO 06-10 09:59:01 [utils.py:233] non-default args: {'model': 'meta-llama/Llama-3.1-8B-Instruct', \
+'max_model_len': 8192, 'gpu_memory_utilization': 0.95, 'enable_prefix_caching': False}
+(EngineCore_DP0 pid=12) INFO 06-10 10:00:00 [gpu_model_runner.py:2653] Model loading took 14.9889 GiB and 3.97 seconds
+(EngineCore_DP0 pid=12) INFO 06-10 10:00:20 [gpu_worker.py:298] Available KV cache memory: 58.11 GiB
+(EngineCore_DP0 pid=12) INFO 06-10 10:00:20 [kv_cache_utils.py:1087] GPU KV cache size: 476,000 tokens
+"""
+CAPTURED = "(EngineCore_DP0 pid=12) INFO [gpu_model_runner.py:3480] Graph capturing finished in 5 secs, took 0.79 GiB\n"
+READY = "(APIServer pid=1) INFO:     Application startup complete.\n"
+SERVED = (
+    "(APIServer pid=1) INFO 06-10 10:01:26 [loggers.py:127] Engine 000: Avg prompt throughput: 6102.8 tokens/s, Avg "
+    "generation throughput: 1221.7 tokens/s, Running: 259 reqs, Waiting: 535 reqs, GPU KV cache usage: 82.3%, Prefix "
+    "cache hit rate: 32.2%\n"
+)
+OUT_OF_MEMORY = "ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (CAPTURED, "shows CUDA graphs captured (line 6)."),
+        (READY, "shows the server up (line 6)."),
+        (CAPTURED + READY + SERVED, "shows CUDA graphs captured (line 6) and requests running (line 7)."),
+    ],
+    ids=["captured", "ready", "served"],
+)
+def test_a_start_up_that_went_well_is_ok_whatever_the_formula_makes_of_its_parts(
+    more: str, words: str, tmp_path: Path
+) -> None:
+    found = from_log(tmp_path, HEALTHY + more)
+    plan = found.judged.plan
+    assert plan.consumed_bytes + plan.kv_cache_bytes > plan.requested_bytes, "the formula has too much for it"
+    assert found.verdict == "ok"
+    assert found.reason.startswith(f"{tmp_path}/vllm.log {words}")
+    assert found.judged.remedies == ()
+    assert "--gpu-memory-utilization 0.95 " in found.serve_command
+    assert plan.margin_bytes == plan.free_bytes - plan.requested_bytes - plan.graphs_outside_bytes
+    budget = waterfall(plan).layout["shapes"][1]
+    assert budget["x0"] == (plan.total_bytes - plan.free_bytes + plan.requested_bytes) / GIB
+    pool = next(part for part in parts_of(plan) if part.name == "KV cache")
+    before = sum(part.num_bytes for part in parts_of(plan)[: parts_of(plan).index(pool)])
+    assert before + pool.num_bytes <= budget["x0"] * GIB + 1
+    assert budget["x0"] * GIB - before - pool.num_bytes < 0.01 * GIB, "it ends where the budget does, but for rounding"
+
+
+def test_a_server_that_runs_is_ok_though_the_estimates_leave_nothing(tmp_path: Path) -> None:
+    text = (HEALTHY + CAPTURED + SERVED).replace("0.95", "0.99").replace("58.11", "61.20").replace("476,000", "501,000")
+    found = from_log(tmp_path, text)
+    assert found.judged.plan.margin_bytes < 0
+    assert found.verdict == "ok"
+    assert re.search(
+        r"left on the card +– +not known: by the estimates 0\.\d\d GiB too little, but it runs", found.text()
+    )
+
+
+def test_a_start_up_that_nobody_saw_the_end_of_is_judged_by_what_is_left(tmp_path: Path) -> None:
+    text = HEALTHY.replace("0.95", "0.99").replace("58.11", "61.20").replace("476,000", "501,000")
+    found = from_log(tmp_path, text)
+    assert found.verdict == "unsafe"
+    assert found.judged.remedies
+
+
+def test_memory_that_ran_out_later_makes_it_unsafe(tmp_path: Path) -> None:
+    found = from_log(tmp_path, HEALTHY + CAPTURED + SERVED + OUT_OF_MEMORY)
+    assert found.verdict == "unsafe"
+    assert "It started, and ran out of memory later." in found.reason
+    assert "line 8: out of memory. Tried to allocate 2.00 GiB." in found.reason
+    assert "ran out while it ran: lower gpu_memory_utilization" in " ".join(found.text().split())
+    assert not any("Tried to allocate" in note for note in found.notes)
+
+
+def test_little_that_is_measured_to_be_left_is_a_note(tmp_path: Path) -> None:
+    for free, told in (("78.68", False), ("76.10", True)):
+        found = from_log(tmp_path, WHOLE.replace("78.68", free) + SERVED)
+        assert found.verdict == "ok"
+        assert any("By the measured figures" in note for note in found.notes) is told
+        assert found.to_dict()["origins"]["oom_margin_bytes"] == "measured"
+
+
+def test_a_server_that_the_plan_would_refuse_is_ok_with_a_warning(tmp_path: Path) -> None:
+    text = HEALTHY.replace("'max_model_len': 8192", "'max_model_len': 600000") + CAPTURED + READY
+    found = from_log(tmp_path, text)
+    assert found.verdict == "ok"
+    assert any("would not start, though this server did (" in warning for warning in found.warnings)
+
+
+def test_the_error_of_a_failed_start_up_is_printed_once_with_one_full_stop(tmp_path: Path) -> None:
+    error = (
+        "ERROR 06-10 10:00:20 [core.py:1] RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 "
+        "dummy requests. Please try lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine.\n"
+    )
+    found = from_log(tmp_path, HEALTHY + CAPTURED + error)
+    assert found.verdict == "does_not_start"
+    shown = " ".join(found.text().split())
+    assert shown.count("when warming up sampler") == 1
+    assert "the engine. The plan itself" in shown
+    what_if = from_log(tmp_path, HEALTHY + CAPTURED + error, gpu_memory_utilization=0.8)
+    shown = " ".join(what_if.text().split())
+    assert shown.count("when warming up sampler") == 1
+    assert "WARNING: The start-up that was read failed." in shown
+    assert ".." not in shown.replace("...", "")
+
+
+def test_an_error_that_the_plan_foresees_word_for_word_is_not_said_twice(tmp_path: Path) -> None:
+    error = (
+        "ValueError: Free memory on device (19.77/22.05 GiB) on startup is less than desired GPU memory utilization "
+        "(0.9, 19.84 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.\n"
+    )
+    found = from_log(tmp_path, ENGINE + error, gpu=None)
+    assert " ".join(found.text().split()).count("Free memory on device") == 1
+    assert found.warnings == (f"The start-up that was read failed just so ({tmp_path}/vllm.log, line 2).",)
+
+
+# --- a release that is not known
+
+OLDER = (
+    'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",gpu_memory_utilization="0.9",'
+    'num_gpu_blocks="27300",swap_space="4"} 1.0\n'
+)
+
+
+def from_metrics(folder: Path, text: str, **settings: Any) -> wt.MemoryReport:
+    path = written(folder, text, "metrics")
+    return wt.memory_plan(settings.pop("model", "llama-3.1-8b"), "h100", from_metrics=path, **settings)
+
+
+def test_metrics_whose_labels_are_those_of_older_releases_are_planned_with_one(tmp_path: Path) -> None:
+    found = from_metrics(tmp_path, OLDER)
+    assert found.judged.plan.request.version.name == "vllm-0.17"
+    [note] = [note for note in found.notes if "release" in note]
+    assert "its labels are those of 0.9 to 0.17: vllm-0.17 is taken; give --engine" in note
+    newer = from_metrics(tmp_path, METRICS)
+    assert newer.judged.plan.request.version.name == "vllm-0.32"
+    assert any("those of 0.24 and later: vllm-0.32 is taken" in note for note in newer.notes)
+
+
+def test_a_release_that_is_given_is_no_what_if_and_needs_no_note(tmp_path: Path) -> None:
+    found = from_metrics(tmp_path, OLDER, engine="vllm-0.12")
+    assert found.judged.plan.source == "measured"
+    assert found.judged.plan.request.version.name == "vllm-0.12"
+    assert not any("the release of vLLM" in note for note in found.notes)
+
+
+def test_a_log_without_its_release_says_so(tmp_path: Path) -> None:
+    found = from_log(tmp_path, TOKENS.format(tokens=42_656) + SERVED, model="llama-3.1-8b")
+    assert any("does not tell the release of vLLM: vllm-0.32 is taken" in note for note in found.notes)
+    assert not any("release" in note for note in from_log(tmp_path, HEALTHY).notes)
+
+
+def test_the_tokens_of_blocks_are_those_of_the_model_dense_or_not(tmp_path: Path) -> None:
+    dense = from_metrics(tmp_path, OLDER)
+    assert dense.kv_cache_tokens == 27_300 * 16
+    assert not any("hybrid" in note or "kinds" in note for note in dense.notes)
+    hybrid = from_metrics(tmp_path, OLDER.replace("27300", "9100"), model="gpt-oss-20b")
+    assert hybrid.num_gpu_blocks == 9100
+    assert hybrid.kv_cache_tokens == 9100 // 2 * 16, "two groups of layers share the blocks"
+    assert hybrid.to_dict()["origins"]["kv_cache_tokens"] == "measured blocks"
+    assert "kv_cache_tokens" not in hybrid.comparison
+
+
+def test_metrics_are_those_of_a_server_that_runs(tmp_path: Path) -> None:
+    found = from_metrics(tmp_path, OLDER.replace("27300", "28500"))
+    assert found.verdict == "ok"
+    assert found.reason.startswith(f"{tmp_path}/metrics has the metrics of a server that runs.")
 
 
 # --- corrections
@@ -530,7 +703,7 @@ def test_a_server_that_refuses_or_does_not_answer_is_told(
         slow = f"http://127.0.0.1:{silent.getsockname()[1]}/metrics"
         code, _, error = run(capsys, "--gpu", "h100", "--from-metrics", slow)
         assert code == 3
-        assert "no answer within 0.2 s" in error
+        assert "no whole answer within 0.2 s" in error
     code, _, error = run(capsys, "--gpu", "h100", "--from-metrics", slow)
     assert code == 3
     assert "cannot be reached (Connection refused)" in error

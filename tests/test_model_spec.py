@@ -144,6 +144,9 @@ def test_a_path_to_the_config_or_to_its_folder_is_read(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config()))
     assert load_model(str(folder)) == load_model(str(folder / "config.json"))
     assert load_model(str(folder)).name == "tiny-llama"
+    for name in ("a.json", "b.json"):
+        (folder / name).write_text((folder / "config.json").read_text("utf-8"), "utf-8")
+    assert [load_model(str(folder / name)).name for name in ("a.json", "b.json")] == ["a", "b"]
 
 
 def test_broken_json_is_named_with_its_line(tmp_path: Path) -> None:

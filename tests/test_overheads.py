@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from windtunnel.calibrate.memory_fit import Evaluation, evaluate, fitted_data, table
 from windtunnel.calibrate.startups import Unusable, read_rows, start_up, usable
 from windtunnel.sim.deployment.gpu import GIB, load_gpu
-from windtunnel.sim.deployment.kv_layout import kv_layout
+from windtunnel.sim.deployment.kv_layout import V0_LAYOUT, kv_layout
+from windtunnel.sim.deployment.memory_rules import memory_rules
 from windtunnel.sim.deployment.model import load_model
 from windtunnel.sim.deployment.overheads import Overheads, estimate_overheads
 from windtunnel.sim.deployment.profile_run import bytes_per_logit, expert_buffers_bytes, num_captured_sizes
@@ -23,6 +24,7 @@ from windtunnel.sim.deployment.versions import profile
 
 ROWS = read_rows()
 OVERHEADS_JSON = REPO_ROOT / "sim" / "deployment" / "overheads.json"
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 B300_RUNS = REPO_ROOT.parent / "shared" / "steps" / "vllm_b300_runs.csv"
 
 
@@ -96,6 +98,48 @@ def test_experts_keep_two_copies_of_each_routed_token_unless_their_kernel_does_n
     assert kept == copies * 8192 * spec.num_experts_per_tok * spec.hidden_size * 2
 
 
+def test_replicas_that_share_experts_hold_a_communicator_and_the_tokens_of_all() -> None:
+    """Blackwell keeps no buffers, so that the routed copies count where they are more than the sampler's logits."""
+
+    def found(replicas: int, seqs: int = 1024) -> Overheads:
+        settings = {"data_parallel_size": replicas, "expert_parallel": True, "max_num_seqs": seqs}
+        return overheads("qwen3-30b-a3b", "b300", "0.20", **settings)
+
+    alone, two, eight = (found(replicas) for replicas in (1, 2, 8))
+    assert two.non_torch_bytes == eight.non_torch_bytes
+    assert 0.5 * GIB < two.non_torch_bytes - alone.non_torch_bytes < 1.5 * GIB
+    assert two.activation_bytes == alone.activation_bytes
+    tokens = 8 * 8192
+    fixed = found(16, 8).activation_bytes - 2 * (found(16, 8).activation_bytes - found(8, 8).activation_bytes)
+    model = load_model("qwen3-30b-a3b")
+    copies = 2 * model.num_experts_per_tok + 2
+    assert eight.activation_bytes - fixed == pytest.approx(tokens * copies * model.hidden_size * 2, abs=2)
+    assert "the experts on 65,536 tokens of all replicas" in eight.assumptions[0]
+
+
+def test_kept_buffers_of_experts_are_those_of_the_tokens_of_all_replicas() -> None:
+    model = load_model("qwen3-30b-a3b")
+    alone, four = (overheads("qwen3-30b-a3b", data_parallel_size=size, expert_parallel=True) for size in (1, 4))
+    buffers = expert_buffers_bytes(model, load_gpu("h100"), profile("0.19"), 1, 8192)
+    assert four.activation_bytes - alone.activation_bytes == 3 * buffers
+
+
+@pytest.mark.parametrize(
+    ("version", "tokens"), [("0.11", 32_768), ("0.12", 16_384), ("0.17", 16_384), ("0.18", 65_536)]
+)
+def test_experts_worked_in_chunks_before_0_18(version: str, tokens: int) -> None:
+    model, gpu = load_model("qwen3-30b-a3b"), load_gpu("h100")
+    one, eight = (
+        overheads("qwen3-30b-a3b", version=version, data_parallel_size=size, expert_parallel=True) for size in (1, 8)
+    )
+    buffers = [expert_buffers_bytes(model, gpu, profile(version), 1, each) for each in (8192, tokens)]
+    assert eight.activation_bytes - one.activation_bytes == buffers[1] - buffers[0]
+
+
+def test_replicas_of_a_dense_model_are_engines_of_their_own() -> None:
+    assert overheads(data_parallel_size=8) == overheads()
+
+
 @pytest.mark.parametrize(
     ("seqs", "budget", "sizes"), [(1024, 8192, 51), (256, 2048, 51), (128, 2048, 35), (4, 2048, 4), (1, 2048, 2)]
 )
@@ -135,6 +179,9 @@ def test_more_work_never_takes_less_memory(
         ({"version": "vllm-0.32"}, "vLLM 0.32 (measured: 0.8 to 0.20)"),
         ({"tensor_parallel_size": 16}, "tensor_parallel_size 16"),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "pipelines of tensor-parallel groups"),
+        ({"model": "qwen3-30b-a3b", "data_parallel_size": 16}, "data_parallel_size 16 (measured: 2, 4, 8"),
+        ({"model": "qwen3-30b-a3b", "gpu": "mi300x", "data_parallel_size": 2}, "on NVIDIA cards"),
+        ({"model": "qwen3-30b-a3b-fp8", "data_parallel_size": 2}, "data-parallel replicas of quantised experts"),
     ],
 )
 def test_outside_of_what_was_measured_the_interval_is_wider_and_the_reason_named(
@@ -148,7 +195,7 @@ def test_outside_of_what_was_measured_the_interval_is_wider_and_the_reason_named
     assert per_root[1] == pytest.approx(2 * per_root[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs", "max_model_len", "pipeline_parallel_size"])
+@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs", "max_model_len", *PARALLEL_SIZES])
 def test_values_below_one_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} must be at least 1, got 0"):
         overheads(**{name: 0})
@@ -166,6 +213,20 @@ def test_three_quarters_of_the_start_ups_say_enough_and_the_others_why_not() -> 
     assert len(found) + len(reasons) == len(ROWS) == 216
     assert len(found) >= 160
     assert all(reasons.values())
+
+
+def test_a_start_up_is_laid_out_by_the_rules_of_its_own_release() -> None:
+    """0.20.0 logs its tokens by groups, 0.20.1 by concurrency."""
+    found = {each.row: each for each in usable(ROWS)[0]}
+    assert {each.version for each in found.values() if each.version.startswith("vllm-0.20")} == {
+        "vllm-0.20.0",
+        "vllm-0.20.1",
+    }
+    for each in found.values():
+        rules = memory_rules(each.setting.version).layout if ROWS[each.row]["vllm_version"] else V0_LAYOUT
+        assert each.layouts.rules == rules
+    hybrid = next(each for each in found.values() if each.version == "vllm-0.20.0" and each.layouts.is_hybrid)
+    assert hybrid.tokens_in(hybrid.overhead_bytes) == pytest.approx(hybrid.logged, rel=0.01)
 
 
 def test_a_start_up_without_a_model_is_no_use() -> None:
@@ -202,6 +263,13 @@ def test_pools_of_models_left_out_are_predicted_within_the_bounds(evaluations: l
         assert line.median_error <= 0.02
         assert line.p90_error <= 0.06
         assert line.coverage >= 0.85
+
+
+@pytest.mark.slow
+def test_replicas_of_a_model_left_out_are_predicted_as_well_as_one_engine(evaluations: list[Evaluation]) -> None:
+    replicas = [found for found in evaluations if found.num_replicas > 1]
+    assert len(replicas) == 6
+    assert all(found.covered and abs(found.error) < 0.0025 for found in replicas)
 
 
 @pytest.mark.slow

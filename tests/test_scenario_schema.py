@@ -22,7 +22,8 @@ from windtunnel.scenarios.resolve import read_workload
 from windtunnel.scenarios.schema import SECTIONS, Scenario
 from windtunnel.scenarios.workloads import FORMATS
 from windtunnel.scenarios.workloads.timeunit import TimeUnit
-from windtunnel.sim.deployment.model_spec import DTYPE_BYTES, KV_DTYPE_BYTES
+from windtunnel.sim.deployment.kv_dtypes import PLANNED
+from windtunnel.sim.deployment.model_spec import DTYPE_BYTES
 
 WORKLOAD = "[workload]\nnum_requests = 10\ninput = 100\noutput = 10\n"
 
@@ -370,7 +371,7 @@ def test_the_choices_of_a_scenario_are_those_of_what_reads_them() -> None:
     assert set(get_args(keys["format"])) == {"auto", *FORMATS}
     assert set(get_args(keys["time_unit"])) == {"auto", *get_args(TimeUnit)}
     kv_types = next(kind for kind in get_args(keys["kv_cache_dtype"]) if get_args(kind))
-    assert set(get_args(kv_types)) == {"auto", *KV_DTYPE_BYTES}
+    assert set(get_args(kv_types)) == set(PLANNED)
     dtypes = next(kind for kind in get_args(keys["dtype"]) if get_args(kind))
     assert set(get_args(dtypes)) == {"auto", "half", "float", *DTYPE_BYTES}
 

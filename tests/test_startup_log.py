@@ -208,6 +208,7 @@ def test_a_v1_log_gives_settings_parts_and_pool() -> None:
     assert facts.suggested_kv_cache_memory_limit_bytes == 64_720_431_104
     assert (facts.kv_cache_tokens, facts.num_gpu_blocks, facts.max_concurrency) == (48_349 * 16, 48_349, 94.43)
     assert facts.started
+    assert "Application startup complete" in V1_019.splitlines()[facts.lines["started"] - 1]
     assert not facts.errors
 
 
@@ -766,6 +767,7 @@ def plain_values() -> st.SearchStrategy[object]:
 @example({"a": 'it\'s "here" {, \\', "b": {"c": [1.5, None]}})
 def test_arguments_come_back_as_they_were_printed(arguments: dict[str, object]) -> None:
     assume(not any("\r" in repr(value) or "[" in str(value) for value in arguments.values() if isinstance(value, str)))
+    assume(re.search(r"\[\d{1,3}(;\d{1,3})*m", repr(arguments)) is None)  # a colour that lost its escape
     assert read(f"INFO non-default args: {arguments!r}").non_default_args == arguments
     namespace = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     assert read(f"INFO args: Namespace({namespace})").non_default_args == arguments
@@ -889,7 +891,24 @@ def test_older_metrics_have_their_pool_counted_from_blocks() -> None:
     text = INFO.format(blocks=573, engine="", more=',swap_space_bytes="4294967296"') + "vllm:gpu_cache_usage_perc 0.5"
     facts = read_metrics(text, name="m")
     assert (facts.kv_cache_tokens, facts.kv_cache_usage) == (573 * 16, 0.5)
-    assert "hybrid" in facts.notes[0]
+    assert facts.tokens_are_counted
+    assert facts.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "releases"),
+    [
+        ("", ',swap_space_bytes="4294967296"', (None, "0.17")),
+        ("0", ',swap_space="4"', ("0.9", "0.17")),
+        ("0", "", ("0.9", "0.23")),
+        ("0", ',kv_cache_size_tokens="9168"', ("0.24", None)),
+    ],
+)
+def test_labels_tell_which_releases_a_server_can_be_of(
+    engine: str, more: str, releases: tuple[str | None, str | None]
+) -> None:
+    facts = read_metrics(INFO.format(blocks=573, engine=engine, more=more), name="m")
+    assert (facts.first_release, facts.last_release) == releases
 
 
 def test_the_blocks_of_several_engines_are_their_sum() -> None:
@@ -900,11 +919,45 @@ def test_the_blocks_of_several_engines_are_their_sum() -> None:
     assert facts.notes == ("num_gpu_blocks is the sum of 2 engines; divided evenly",)
 
 
-def test_layers_of_several_kinds_show_in_the_metrics() -> None:
+def test_the_tokens_of_a_label_count_before_those_of_the_blocks() -> None:
+    """Which of them fits depends on the model, which metrics do not tell."""
     text = INFO.format(blocks=1000, engine=0, more=',kv_cache_size_tokens="15000"')
     facts = read_metrics(text, name="m")
-    assert facts.kv_cache_tokens == 15_000
-    assert "15,000 tokens are not 1,000 blocks of 16" in facts.notes[0]
+    assert (facts.kv_cache_tokens, facts.num_gpu_blocks, facts.notes) == (15_000, 1000, ())
+
+
+# --- two servers in one log
+
+
+def _of(pid: int, text: str) -> str:
+    return f"(EngineCore pid={pid}) INFO 03-02 10:00:01 [core.py:97] {text}\n"
+
+
+def _start(pid: int) -> str:
+    return _of(pid, "Initializing a V1 LLM engine (v0.19.0) with config: model='m', max_seq_len=8192")
+
+
+def test_two_servers_that_write_in_turns_are_refused_with_their_processes() -> None:
+    mixed = _start(9) + _start(19) + _of(9, "Available KV cache memory: 57.50 GiB")
+    with pytest.raises(ValueError, match=r"x\.log, line 3: two servers .* EngineCore pid=9 and EngineCore pid=19"):
+        read_startup_log(mixed + _of(19, "GPU KV cache size: 47,104 tokens"), name="x.log")
+
+
+def test_a_server_that_started_again_is_read() -> None:
+    first, second = (
+        _start(pid) + _of(pid, f"GPU KV cache size: {tokens} tokens") for pid, tokens in ((9, 160), (19, 320))
+    )
+    assert read_startup_log(first + second, name="x").kv_cache_tokens == 320
+
+
+def test_data_parallel_engines_and_workers_of_one_server_are_no_two_servers() -> None:
+    engines = "".join(
+        f"(EngineCore_DP{rank} pid={9 + rank}) INFO GPU KV cache size: {tokens} tokens\n"
+        f"(VllmWorker rank=0 pid={20 + rank}) INFO Available KV cache memory: 2.00 GiB\n"
+        for tokens in (320, 480)
+        for rank in (0, 1)
+    )
+    assert read_startup_log(engines, name="x").kv_cache_tokens == 320
 
 
 def series(blocks: int, instance: str, **more: str) -> dict[str, object]:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windtunnel.memory_asked import Asked, Source
-from windtunnel.memory_correction import correction_of
+from windtunnel.memory_correction import check_correction, correction_of
 from windtunnel.memory_settings import (
     check_names,
     check_values,
     read_mean_tokens,
     serve_settings,
-    several,
     shown_value,
 )
 from windtunnel.memory_truth import FormulaCheck, origins
+from windtunnel.memory_values import MOST_PLANS, all_values, one_value
 from windtunnel.sim.deployment.gpu import GpuSpec
 from windtunnel.sim.deployment.memory import JudgedPlan, assumptions_of
-from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE, Users
+from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE, MemoryPlan, Users
 from windtunnel.sim.deployment.memory_request import MemoryRequest
 from windtunnel.sim.deployment.model import ModelSpec
 from windtunnel.sim.deployment.refusal import RefusedByVllm
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from windtunnel.reports.memory_text import MemoryRow
 
-MOST_PLANS = 2000
-"""Of one sweep."""
 SCHEMA_VERSION = 1
 
 
@@ -58,6 +56,8 @@ class MemoryReport:
     """The log or metrics that were read."""
     advice: str = ""
     """What to do where no remedy is known; empty for the usual words."""
+    disagreements: tuple[str, ...] = ()
+    """Figures of the real start-up's pool that contradict each other; nothing is learnt from it then."""
 
     @property
     def verdict(self) -> str:
@@ -103,11 +103,12 @@ class MemoryReport:
 
     @property
     def serve_command(self) -> str:
-        """The ``vllm serve`` line of what is recommended."""
+        """The ``vllm serve`` line of what is recommended, with the environment that picks V0 where it was asked for."""
         from windtunnel.scenarios.deployments.write import serve_command
 
         request = self.recommended
-        return serve_command(serve_settings(request), version=request.version.name)
+        environment = "VLLM_USE_V1=0 " if request.uses_v0_engine else ""
+        return environment + serve_command(serve_settings(request), version=request.version.name)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data: what ``windtunnel memory --json`` prints."""
@@ -142,9 +143,9 @@ class MemoryReport:
             "max_state_sequences": plan.max_state_sequences,
             "num_cpu_blocks": plan.num_cpu_blocks,
             "host_memory": self.host_memory,
-            "largest_max_model_len": plan.largest_model_len(),
-            "equivalent_gpu_memory_utilization": plan.equivalent_gpu_memory_utilization,
-            "suggested_gpu_memory_utilization": plan.suggested_gpu_memory_utilization,
+            "largest_max_model_len": plan.longest_request(),
+            "equivalent_gpu_memory_utilization": None if plan.given_by else plan.equivalent_gpu_memory_utilization,
+            "suggested_gpu_memory_utilization": None if plan.given_by else plan.suggested_gpu_memory_utilization,
             "is_extrapolated": plan.overheads.is_extrapolated,
             "stages": [dict(stage._asdict()) for stage in plan.stages],
             "model": request.model.name,
@@ -220,15 +221,22 @@ class MemoryReport:
     def profile(self) -> dict[str, Any]:
         """What a real start-up teaches about this deployment, for ``correction=`` of later plans.
 
-        Raises ValueError if none was read, or one that says nothing of the formula.
+        Raises ValueError if none was read, or one that says nothing of the formula or contradicts itself.
         """
         request = self.judged.plan.request
+        if self.disagreements:
+            raise ValueError(
+                "nothing is learnt from a start-up whose figures of the KV cache disagree: "
+                f"{'; '.join(self.disagreements)}  Give the whole log of one server, and its model and settings"
+            )
         if self.learnt_bytes is None:
             raise ValueError(
                 "there is no measured KV cache to learn from: give a log or metrics with the GiB, tokens or blocks of "
                 "a pool that gpu_memory_utilization determined (--from-log, --from-metrics)"
             )
-        return correction_of(request, self.judged.plan, self.learnt_bytes, self.source)
+        learnt = correction_of(request, self.judged.plan, self.learnt_bytes, self.source)
+        check_correction(learnt, request)
+        return learnt
 
     @property
     def row(self) -> MemoryRow:
@@ -272,6 +280,7 @@ class SweepPoint:
         return {
             **self.values,
             **{key: full[key] for key in _POINT_KEYS},
+            "planned_max_model_len": full["settings"]["max_model_len"],
             "real_users": None if users is None else users["real"],
         }
 
@@ -297,6 +306,9 @@ class MemorySweep:
     """The settings that vary, in the order in which they were given."""
     points: tuple[SweepPoint, ...]
     notes: tuple[str, ...] = ()
+    """Those of all plans; one that is not of every plan begins with its rows, which count from 1 as the points do."""
+    warnings: tuple[str, ...] = ()
+    """What must not be overlooked, as ``notes``."""
 
     @property
     def table(self) -> pd.DataFrame:
@@ -316,6 +328,7 @@ class MemorySweep:
             "schema_version": SCHEMA_VERSION,
             "axes": list(self.axes),
             "points": [point.to_dict() for point in self.points],
+            "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
 
@@ -323,7 +336,7 @@ class MemorySweep:
         """A table of KV tokens, concurrency, margin and verdict."""
         from windtunnel.reports.memory_text import sweep_text
 
-        return sweep_text(self.axes, [point.to_dict() for point in self.points], self.notes)
+        return sweep_text(self.axes, [point.to_dict() for point in self.points], self.notes, self.warnings)
 
     def report(self, path: str | Path) -> None:
         """Write one self-contained HTML file with the figures.  Raises OSError if it cannot be written."""
@@ -331,7 +344,7 @@ class MemorySweep:
 
         best = self._best()
         points = [point.to_dict() for point in self.points]
-        write_sweep_html(path, self.axes, points, best, self.notes, version=_version())
+        write_sweep_html(path, self.axes, points, best, self.notes, self.warnings, version=_version())
 
     def _best(self) -> MemoryRow | None:
         """The largest pool that is ok, else that is unsafe."""
@@ -346,7 +359,7 @@ class MemorySweep:
 
 
 def memory_plan(
-    model: str | ModelSpec | None = None,
+    model: str | Path | Mapping[str, Any] | ModelSpec | None = None,
     gpu: str | GpuSpec | None = None,
     *,
     engine: str | None = None,
@@ -360,44 +373,64 @@ def memory_plan(
 ) -> MemoryReport:
     """The KV cache that vLLM finds for a model on a GPU, whether it starts, and what would help if not.
 
-    ``model`` is a bundled name or the path of a ``config.json``, ``gpu`` a name (or ``gpu_memory_gib`` the total that
-    its driver reports).  ``settings`` have vLLM's names: tensor_parallel_size, gpu_memory_utilization, max_model_len
-    (also "auto"), max_num_seqs, max_num_batched_tokens, kv_cache_dtype, ...; numbers may be text as on its command
-    line ("16k", "16GiB").  What is None is vLLM's default of the release ``engine``, "vllm-0.32" if None.
+    ``model`` is a bundled name, the path of a ``config.json`` or what is in one as a dict, ``gpu`` a name (or
+    ``gpu_memory_gib`` the total that its driver reports).  ``settings`` have vLLM's names: tensor_parallel_size,
+    gpu_memory_utilization, max_model_len (also "auto"), max_num_seqs, max_num_batched_tokens, kv_cache_dtype, ...;
+    numbers may be text as on its command line ("16k", "16GiB").  What is None is vLLM's default of the release
+    ``engine``, "vllm-0.32" if None.
 
     ``from_log`` (what vLLM printed), ``from_metrics`` (its /metrics) and ``from_deployment`` (a command line, compose
     file, Helm values) fill in what is not given; a pool that was measured overrides the formula as long as no setting
     differs from the server's, and corrects it else.  ``correction`` is what ``MemoryReport.profile`` gave, or its file.
 
     Raises ValueError for settings that are unknown, out of range or contradict each other, RefusedByVllm (a ValueError)
-    for those that vLLM refuses whatever the memory; MemoryInputUnreadable for files; UnsupportedModel.
+    for those that vLLM refuses whatever the memory; MemoryInputUnreadable for files; UnsupportedModel; TypeError for
+    what is no value of a setting.
     """
     source = Source.read(from_log, from_metrics, from_deployment, correction)
     given = {"model": model, "gpu": gpu, "engine": engine, "gpu_memory_gib": gpu_memory_gib, **settings}
-    return _report(Asked.of(given, source), read_mean_tokens(mean_tokens))
+    given = {name: one_value(name, value) for name, value in given.items()}
+    return _report(Asked.of(given, source), read_mean_tokens(one_value("mean_tokens", mean_tokens)))
 
 
 def _report(asked: Asked, mean_tokens: int | None, *, with_remedies: bool = True) -> MemoryReport:
     judged = asked.judged(with_remedies=with_remedies)
+    outside = (text for text in judged.plan.overheads.assumptions if text.startswith(_EXTRAPOLATED))
     return MemoryReport(
         judged,
         mean_tokens,
         asked.comparison,
-        asked.notes,
-        asked.warnings,
+        (*asked.notes, *outside),
+        (*asked.warned(judged), *_too_long(mean_tokens, judged.plan)),
         origins(judged.plan, asked.measured_origins, asked.given),
         asked.formula_check,
         asked.learnt_bytes,
         asked.source,
         asked.advice,
+        asked.disagreements,
     )
 
 
+def _too_long(mean_tokens: int | None, plan: MemoryPlan) -> Iterator[str]:
+    """That there are no requests of the length that is asked for."""
+    longest = plan.settings.max_model_len
+    if mean_tokens is not None and mean_tokens > longest:
+        yield (
+            f"--mean-tokens {mean_tokens:,} is more than max_model_len ({longest:,}): vLLM refuses such requests, so "
+            f"that their number means nothing. Give at most {longest:,}"
+            f"{', or a larger --max-model-len' if mean_tokens <= plan.request.model.max_model_len else ''}."
+        )
+
+
+_EXTRAPOLATED = "Not measured:"
+"""How ``overheads`` begins the sentence on what lies outside of its start-ups."""
+
+
 def memory_sweep(
-    model: str | ModelSpec | Sequence[str] | None = None,
-    gpu: str | GpuSpec | Sequence[str] | None = None,
+    model: str | Path | Mapping[str, Any] | ModelSpec | Iterable[Any] | None = None,
+    gpu: str | GpuSpec | Iterable[str | GpuSpec] | None = None,
     *,
-    engine: str | Sequence[str] | None = None,
+    engine: str | Iterable[str] | None = None,
     gpu_memory_gib: Any = None,
     mean_tokens: int | str | None = None,
     from_log: str | Path | None = None,
@@ -408,16 +441,17 @@ def memory_sweep(
 ) -> MemorySweep:
     """``memory_plan`` for every combination of the settings that have several values.
 
-    Several values are a sequence, or text such as "0.80:0.98:0.02" (first, last, step) or "auto,fp8".
+    Several values are any iterable (a set is sorted), or text such as "0.80:0.98:0.02" (first, last, step) or
+    "auto,fp8".
 
     What vLLM refuses, such as a tensor_parallel_size that does not divide the heads, is a point that does not start.
 
     Raises ValueError, as ``memory_plan`` does, for a value that no release takes and for an unknown name, whichever
-    combination they are in, and for more than 2,000 combinations.
+    combination they are in, for more than 2,000 combinations and for a setting without a value.
     """
     given = {"model": model, "gpu": gpu, "engine": engine, "gpu_memory_gib": gpu_memory_gib, **settings}
     check_names(given)
-    values = {name: several(name, value) for name, value in given.items() if value is not None}
+    values = {name: all_values(name, value) for name, value in given.items() if value is not None}
     check_values(values)
     axes = tuple(name for name, each in values.items() if len(each) > 1)
     if math.prod(len(each) for each in values.values()) > MOST_PLANS:
@@ -426,7 +460,7 @@ def memory_sweep(
             f"{MOST_PLANS:,}: take longer steps or fewer values"
         )
     source = Source.read(from_log, from_metrics, from_deployment, correction)
-    tokens = read_mean_tokens(mean_tokens)
+    tokens = read_mean_tokens(one_value("mean_tokens", mean_tokens))
     points = []
     for combination in product(*values.values()):
         chosen = dict(zip(values, combination, strict=True))
@@ -436,8 +470,24 @@ def memory_sweep(
             points.append(SweepPoint(shown, report))
         except RefusedByVllm as error:
             points.append(SweepPoint(shown, None, str(error)))
-    first = next((point.report for point in points if point.report), None)
-    return MemorySweep(axes, tuple(points), (*first.warnings, *first.notes) if first else ())
+    reports = [point.report for point in points]
+    notes = _gathered([report.notes if report else None for report in reports])
+    return MemorySweep(axes, tuple(points), notes, _gathered([each.warnings if each else None for each in reports]))
+
+
+def _gathered(told: Sequence[Sequence[str] | None]) -> tuple[str, ...]:
+    """What is told of each row (None where there is no plan), each sentence once, with its rows unless all have it."""
+    from windtunnel.reports.memory_text import row_words
+
+    rows: dict[str, list[int]] = {}
+    for number, sentences in enumerate(told, 1):
+        for sentence in sentences or ():
+            rows.setdefault(sentence, []).append(number)
+    planned = sum(sentences is not None for sentences in told)
+    return tuple(
+        sentence if len(numbers) == planned else f"{row_words(numbers)}: {sentence}"
+        for sentence, numbers in rows.items()
+    )
 
 
 def _version() -> str:

@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from windtunnel import memory_truth as truth
-from windtunnel.memory_correction import check_corrected, check_correction, other_settings, read_correction
+from windtunnel.memory_correction import (
+    SPLITS,
+    check_corrected,
+    check_correction,
+    less_sure,
+    other_settings,
+    read_correction,
+)
 from windtunnel.memory_inputs import Found, read_deployment_settings, read_log_settings, read_metrics_settings
-from windtunnel.memory_settings import check_names, request_of
+from windtunnel.memory_settings import check_names, check_refused, request_of
 from windtunnel.memory_truth import FormulaCheck
 from windtunnel.sim.deployment.gpu import GIB
 from windtunnel.sim.deployment.memory import JudgedPlan, plan_memory
 from windtunnel.sim.deployment.memory_checks import judge
-from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, MemoryPlan, make_plan
+from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, ESTIMATE_SETTINGS, MemoryPlan, make_plan
 from windtunnel.sim.deployment.memory_request import MemoryRequest
 from windtunnel.sim.deployment.model import UnsupportedModel, load_model
 
@@ -67,6 +74,8 @@ class Asked:
     learnt_bytes: int | None = None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    disagreements: tuple[str, ...] = ()
+    """Why nothing is learnt from the pool that was read: its figures contradict each other."""
 
     @staticmethod
     def of(given: Mapping[str, Any], source: Source) -> Asked:
@@ -78,26 +87,50 @@ class Asked:
         check_names(given)
         own = {name: value for name, value in given.items() if value is not None}
         found, told = _checked(source, own)
-        request, taken = _request({**found.settings, **own}, found, own)
-        notes = (*found.notes, *told, *taken)
+        request, named = _request({**found.taken, **found.settings, **own}, found, own)
+        notes = (*found.notes, *told, *named)
         if source.correction is not None:
-            return _corrected(request, own, source.correction, notes)
-        if found.measured is None:
-            return Asked(request, own, found, warnings=_failures(found), notes=notes)
-        return _beside(request, own, found, notes)
+            asked = _corrected(request, own, source.correction, notes)
+        elif found.measured is None:
+            asked = Asked(request, own, found, notes=notes)
+        else:
+            asked = _beside(request, own, found, notes)
+        return replace(asked, warnings=(*found.warnings, *asked.warnings))
 
     def judged(self, *, with_remedies: bool = True) -> JudgedPlan:
         """The plan with its verdict and, ``with_remedies``, what would help."""
         if self.real is None:
             return plan_memory(self.request, with_remedies=with_remedies)
-        return truth.judged(self.real, self.found, self.learnt_bytes, with_remedies=with_remedies)
+        return truth.judged(
+            self.real,
+            self.found,
+            self.learnt_bytes,
+            length_is_taken=self.length_is_taken,
+            with_remedies=with_remedies,
+        )
+
+    @property
+    def length_is_taken(self) -> bool:
+        """Whether the max_model_len of a server that was measured is neither read nor given."""
+        return self.found.measured is not None and not {"max_model_len"} & {*self.found.settings, *self.given}
+
+    def warned(self, judged: JudgedPlan) -> tuple[str, ...]:
+        """All warnings of a plan; what its reason says already is not said again."""
+        failure = self.found.failure
+        if failure is None or failure.sentence in judged.reason:
+            return self.warnings
+        if failure.text.rstrip(" .") in judged.reason:
+            return (f"The start-up that was read failed just so ({failure.place}).", *self.warnings)
+        return (f"The start-up that was read failed.  {failure.sentence}", *self.warnings)
 
     @property
     def advice(self) -> str:
         """What to do where no remedy is known; empty for the usual words."""
-        if self.real is None or self.found.failure is None or judge(self.real).verdict == DOES_NOT_START:
+        if self.real is None:
             return ""
-        return truth.UNKNOWN_CAUSE
+        if self.found.failure is None:
+            return "" if self.found.later_failure is None else truth.UNKNOWN_LATER_CAUSE
+        return "" if judge(self.real).verdict == DOES_NOT_START else truth.UNKNOWN_CAUSE
 
     @property
     def source(self) -> str:
@@ -116,7 +149,7 @@ class Asked:
         """What the figures of a measured plan are from; empty for a plan by the formula."""
         origins = {}
         if self.real is not None and self.formula is not None:
-            origins = truth.measured_origins(self.found, self.real, self.formula)
+            origins = truth.measured_origins(self.found, self.real, self.formula, length_is_taken=self.length_is_taken)
         for name, setting in (("total_bytes", "gpu_memory_gib"), ("free_bytes", "free_memory_gib")):
             if setting in self.found.settings and setting not in self.given:
                 origins[name] = truth.MEASURED
@@ -132,6 +165,8 @@ def _checked(source: Source, own: Mapping[str, Any]) -> tuple[Found, tuple[str, 
     if found.settings.get("v0") and "engine" not in found.settings and "engine" not in own:
         told += (f"{found.place('v0')} is of the V0 engine, of a release that is not known: {_V0_ENGINE} is taken.",)
         found = replace(found, settings={**found.settings, "engine": _V0_ENGINE})
+    elif found.taken and "engine" not in found.settings and "engine" not in own:
+        told += (f"{found.taken_why}: {found.taken['engine']} is taken; give --engine.",)
     return found, told
 
 
@@ -146,6 +181,8 @@ def _request(
     if "model" in settings and "model" not in own:
         _check_known(settings["model"], found)
     request, notes = request_of(settings)
+    if found.measured is None:
+        check_refused(request)
     if "gpu_memory_gib" in found.settings and "gpu_memory_gib" not in own:
         request = replace(request, gpu=replace(request.gpu, memory_source=found.place("gpu_memory_gib")))
     return request, notes
@@ -161,15 +198,12 @@ def _check_known(model: str, found: Found) -> None:
         raise ValueError(f"{found.place('model')}: {error}; give --model NAME or the path of its config.json") from None
 
 
-def _failures(found: Found) -> tuple[str, ...]:
-    return () if found.failure is None else (f"The start-up that was read failed.  {found.failure[1]}",)
-
-
 def _corrected(
     request: MemoryRequest, own: Mapping[str, Any], learnt: Mapping[str, Any], notes: tuple[str, ...]
 ) -> Asked:
     check_correction(learnt, request)
     request = replace(request, correction_bytes=learnt["correction_bytes"])
+    request = replace(request, correction_differs=less_sure(learnt, make_plan(request)))
     plan = make_plan(request)
     check_corrected(plan)
     return Asked(request, own, notes=(*notes, *other_settings(learnt, plan)))
@@ -178,30 +212,39 @@ def _corrected(
 def _beside(request: MemoryRequest, own: Mapping[str, Any], found: Found, notes: tuple[str, ...]) -> Asked:
     """The measured pool itself, or the formula corrected by it where a setting is not as the server had it."""
     differs = truth.differences(found.settings, own)
-    as_it_was = request if not differs else _request({**own, **found.settings}, found, own)[0]
+    as_it_was = request if not differs else _request({**found.taken, **own, **found.settings}, found, own)[0]
     formula = make_plan(as_it_was)
     real = truth.measured_plan(as_it_was, found, formula)
     truth.check_pool(found, real)
     stated = {**found.settings, **own}
+    is_taken = "max_model_len" not in stated
+    notes += (truth.taken_length(found, real),) if is_taken else ()
     check = truth.check_formula(found, real, formula, stated)
-    gap = truth.gap(real, formula)
+    disagreeing = tuple(truth.disagreements(found, real, length_is_taken=is_taken))
+    gap = None if disagreeing else truth.gap(real, formula)
     sentence = check.sentence if check else ""
-    warnings = (*_failures(found), *((sentence,) if sentence else ()), *truth.contradictions(found, real))
+    refused = truth.refused_though_it_ran(found, real, length_is_taken=is_taken)
+    warnings = (*((sentence,) if sentence else ()), *refused, *disagreeing)
     if not differs:
         request = replace(request, measured=found.measured)
+        notes += truth.small_margin(found, real)
         length = found.facts.get("max_concurrency_tokens")
         if length not in (None, real.settings.max_model_len):
             notes += (
                 f"The measured concurrency is for {length:,} tokens a request, not for "
                 f"{real.settings.max_model_len:,}: it is not compared.",
             )
-        return Asked(request, own, found, formula, real, check, gap, warnings, notes)
+        return Asked(request, own, found, formula, real, check, gap, warnings, notes, disagreeing)
+    moved = [name for name in differs if name in SPLITS]
+    learnt = None if moved else gap
+    why = "its parallelism was another" if moved else "its KV cache was given"
     how = (
-        "which that server says nothing of, as its KV cache was given"
-        if gap is None
-        else f"corrected by {gap / GIB:+.2f} GiB, by which that server's KV cache differed from it"
+        f"which that server says nothing of, as {'its figures disagree' if disagreeing else why}"
+        if learnt is None
+        else f"corrected by {learnt / GIB:+.2f} GiB, by which that server's KV cache differed from it"
     )
     told = f"What if: not as the measured server had it: {', '.join(differs)}.  The formula is used, {how}."
-    request = replace(request, correction_bytes=gap or 0)
+    differing = tuple(name for name in differs if name in ESTIMATE_SETTINGS)
+    request = replace(request, correction_bytes=learnt or 0, correction_differs=differing)
     check_corrected(make_plan(request))
-    return Asked(request, own, found, None, None, check, gap, warnings, (*notes, told))
+    return Asked(request, own, found, None, None, check, gap, warnings, (*notes, told), disagreeing)

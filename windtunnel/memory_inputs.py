@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from windtunnel.sim.deployment.engine_args import ENGINE
 from windtunnel.sim.deployment.gpu import GIB
 from windtunnel.sim.deployment.memory_request import MeasuredPool
 
 if TYPE_CHECKING:
+    from http.client import HTTPResponse
+
     from windtunnel.sim.deployment.metrics_text import MetricsFacts
-    from windtunnel.sim.deployment.startup_log import StartupFacts
+    from windtunnel.sim.deployment.startup_log import StartupError, StartupFacts
 
 
 class MemoryInputUnreadable(ValueError):
     """A log, dump of metrics, deployment or profile that cannot be read."""
+
+
+class Failure(NamedTuple):
+    """An error in a log: its kind, where it stands, and what it says."""
+
+    kind: str
+    place: str
+    text: str
+
+    @property
+    def sentence(self) -> str:
+        """All of it; it ends with one full stop."""
+        return f"{self.place}: {self.text.rstrip(' .')}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +45,22 @@ class Found:
     measured: MeasuredPool | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Figures of a real start-up, by the names of the plan; None is not known."""
-    failure: tuple[str, str] | None = None
-    """Kind and text of the error that ended the start-up."""
+    failure: Failure | None = None
+    """What ended the start-up."""
+    later_failure: Failure | None = None
+    """Memory that ran out once it had started."""
+    evidence: str = ""
+    """What shows that the memory was enough, as a sentence; empty if nothing does."""
+    taken: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that are taken where neither what was read nor the user tells them."""
+    taken_why: str = ""
     notes: tuple[str, ...] = ()
     places: Mapping[str, str] = field(default_factory=dict)
     """Where each setting and figure stands, in words ("vllm.log, line 12")."""
+    warnings: tuple[str, ...] = ()
+    """What keeps the server that was read from starting."""
+    called: str = "what was read"
+    """What the pool was read from, in words: "this log", "these metrics"."""
 
     def place(self, name: str) -> str:
         """Where a setting or figure was read."""
@@ -45,8 +73,14 @@ class Found:
             other.measured or self.measured,
             {**self.facts, **other.facts},
             other.failure or self.failure,
+            other.later_failure or self.later_failure,
+            other.evidence or self.evidence,
+            {**self.taken, **other.taken},
+            other.taken_why or self.taken_why,
             (*self.notes, *other.notes),
             {**self.places, **other.places},
+            (*self.warnings, *other.warnings),
+            self.called if other.measured is None else other.called,
         )
 
 
@@ -92,6 +126,10 @@ _MATTERS = (
 """Settings that change the memory in ways that are not planned."""
 
 
+USE_V1_IS_0 = "VLLM_USE_V1=0"
+"""Name of a setting that only a deployment's environment gives."""
+
+
 def read_deployment_settings(source: str | Path) -> Found:
     """The settings of a ``vllm serve`` line, a compose file, Helm values, a manifest or a config file.
 
@@ -118,15 +156,17 @@ def read_deployment_settings(source: str | Path) -> Found:
         settings["engine"] = found.engine_version
     if found.gpu:
         settings["gpu"] = found.gpu
+    if found.asks_for_v0:
+        settings[USE_V1_IS_0] = True
     places = dict.fromkeys(settings, "the deployment")
     left_out = [name for name in _MATTERS if given.get(name)]
-    notes = list(found.notes)
+    notes = [note for note in found.notes if note not in (*found.refusals, found.asks_for_v0)]
     if speculative:
         notes.append("The weights of a drafter are not counted.")
     if left_out:
         notes.append(f"Not planned, though it changes the memory: {', '.join(left_out)}.")
-    notes += found.unknown
-    return Found(settings, notes=tuple(notes), places=places)
+    notes += (text for text in found.unknown if text not in found.refusals)
+    return Found(settings, notes=tuple(notes), places=places, warnings=found.refusals)
 
 
 # --- a log
@@ -181,19 +221,29 @@ def read_log_settings(path: str | Path) -> Found:
     if (total := _total_bytes(facts)) is not None:
         settings["gpu_memory_gib"] = total / GIB
     if facts.free_memory_bytes is not None:
-        settings["free_memory_gib"] = facts.free_memory_bytes / GIB
+        free = facts.free_memory_bytes
+        settings["free_memory_gib"] = (free if total is None else min(free, total)) / GIB
     if facts.vllm_version:
         settings |= _engine(facts.vllm_version, notes)
     if facts.engine == "V0":
         settings["v0"] = True
     notes += [f"{path} contradicts itself: {told}" for told in check(facts)]
     failed = facts.errors[-1] if facts.errors and not facts.started else None
-    notes += [f"{path}, line {error.line}: {error.text}" for error in facts.errors if error is not failed]
+    later = next((error for error in facts.errors if facts.started and error.kind == _SERVING_OOM), None)
+    told = [error for error in facts.errors if error not in (failed, later)]
+    notes += [f"{path}, line {error.line}: {error.text}" for error in told]
     if facts.profiled_num_gpu_blocks is not None and facts.num_gpu_blocks is not None:
         settings.setdefault("num_gpu_blocks_override", facts.num_gpu_blocks)
     settings |= _block_size(facts, settings, notes)
     places = _places(facts, settings)
-    failure = (failed.kind, f"{path}, line {failed.line}: {failed.text}") if failed else None
+    about: dict[str, Any] = {
+        "failure": _failure(facts, failed),
+        "later_failure": _failure(facts, later),
+        "evidence": _evidence(facts),
+        "taken": {} if facts.vllm_version else {"engine": ENGINE},
+        "taken_why": f"{path} does not tell the release of vLLM",
+        "called": "this log",
+    }
     measured = MeasuredPool(
         str(path),
         facts.available_kv_cache_bytes,
@@ -205,8 +255,28 @@ def read_log_settings(path: str | Path) -> Found:
     known = (measured.available_bytes, measured.num_gpu_blocks, measured.kv_cache_tokens)
     if all(value is None for value in known):
         notes.append(f"{path} does not tell the KV cache: it is that of the formula")
-        return Found(settings, None, {}, failure, tuple(notes), places)
-    return Found(settings, measured, _figures(facts), failure, tuple(notes), places)
+        return Found(settings, notes=tuple(notes), places=places, **about)
+    return Found(settings, measured, _figures(facts), notes=tuple(notes), places=places, **about)
+
+
+_SERVING_OOM = "out_of_memory_serving"
+
+
+def _failure(facts: StartupFacts, error: StartupError | None) -> Failure | None:
+    return None if error is None else Failure(error.kind, f"{facts.name}, line {error.line}", error.text)
+
+
+def _evidence(facts: StartupFacts) -> str:
+    """What a log shows of a start-up that went well; empty if it failed, or ends before that is known."""
+    if facts.errors and not facts.started:
+        return ""
+    shown = []
+    if facts.cudagraph_actual_bytes is not None:
+        shown.append(f"CUDA graphs captured (line {facts.lines['cudagraph_actual_bytes']})")
+    if facts.started:
+        served = facts.serving is not None and facts.serving.max_running > 0
+        shown.append(f"{'requests running' if served else 'the server up'} (line {facts.lines['started']})")
+    return f"{facts.name} shows {' and '.join(shown)}." if shown else ""
 
 
 _LONGER_BLOCKS = (32, 64, 128, 256)
@@ -267,6 +337,33 @@ def _check_sizes(facts: StartupFacts) -> None:
                 f"{facts.name}, line {line}: {name} is {value / GIB:,.2f} GiB, which must lie between "
                 f"{least / GIB:,.0f} and {LARGEST_BYTES / GIB:,.0f} GiB; mend that line of the log or leave it out"
             )
+    _check_free(facts)
+    _check_some_pool(facts)
+
+
+def _check_free(facts: StartupFacts) -> None:
+    """Raise ValueError if more is free than there is."""
+    free, total = facts.free_memory_bytes, facts.total_memory_bytes
+    if free is not None and total is not None and free > total:
+        raise ValueError(
+            f"{facts.name}, line {facts.lines['free_memory_bytes']}: {free / GIB:,.2f} GiB of memory are free, which "
+            f"is more than the card has in all ({total / GIB:,.2f} GiB, line {facts.lines['total_memory_bytes']}); "
+            "mend that line of the log or leave it out"
+        )
+
+
+def _check_some_pool(facts: StartupFacts) -> None:
+    """Raise ValueError for blocks or tokens in memory that was not there: vLLM makes no cache of it."""
+    available = facts.available_kv_cache_bytes
+    counted = next((name for name in ("kv_cache_tokens", "num_gpu_blocks") if getattr(facts, name)), None)
+    if available is None or available >= 0 or counted is None:
+        return
+    raise ValueError(
+        f"{facts.name}, line {facts.lines['available_kv_cache_bytes']}: {available / GIB:,.2f} GiB are available for "
+        f"the KV cache, and line {facts.lines[counted]} tells {getattr(facts, counted):,} "
+        f"{'tokens' if counted == 'kv_cache_tokens' else 'blocks'} of it: these are lines of two start-ups, or one was "
+        "changed; give the whole log of one"
+    )
 
 
 def _total_bytes(facts: StartupFacts) -> float | None:
@@ -340,12 +437,30 @@ def read_metrics_settings(source: str | Path) -> Found:
         "model": facts.model,
     }
     settings = {name: value for name, value in named.items() if value is not None}
-    figures: dict[str, Any] = {"num_gpu_blocks": facts.num_gpu_blocks, "kv_cache_tokens": facts.kv_cache_tokens}
+    tokens = None if facts.tokens_are_counted else facts.kv_cache_tokens
+    figures: dict[str, Any] = {"num_gpu_blocks": facts.num_gpu_blocks, "kv_cache_tokens": tokens}
     figures |= {"max_concurrency": facts.max_concurrency, "max_concurrency_tokens": _length_of(facts)}
-    measured = MeasuredPool(path, None, facts.num_gpu_blocks, facts.kv_cache_tokens, _length_of(facts))
-    lines = {name: facts.lines.get("cache_dtype" if name == "kv_cache_dtype" else name) for name in named}
+    measured = MeasuredPool(path, None, facts.num_gpu_blocks, tokens, _length_of(facts))
+    lines = {name: facts.lines.get("cache_dtype" if name == "kv_cache_dtype" else name) for name in (*named, *figures)}
     places = {name: f"{path}, line {line}" if line else path for name, line in lines.items()}
-    return Found(settings, measured, figures, None, facts.notes, places)
+    return Found(
+        settings,
+        measured,
+        figures,
+        evidence=f"{path} has the metrics of a server that runs.",
+        taken={"engine": f"vllm-{facts.last_release}" if facts.last_release else ENGINE},
+        taken_why=f"{path} does not tell the release of vLLM, though its labels are those of {_span(facts)}",
+        notes=facts.notes,
+        places=places,
+        called="these metrics",
+    )
+
+
+def _span(facts: MetricsFacts) -> str:
+    first, last = facts.first_release, facts.last_release
+    if last is None:
+        return f"{first} and later"
+    return f"{first} to {last}" if first else f"{last} and earlier"
 
 
 def _length_of(facts: MetricsFacts) -> int | None:
@@ -360,36 +475,79 @@ def _length_of(facts: MetricsFacts) -> int | None:
 
 
 TIMEOUT_S = 10.0
-"""For an answer from a server."""
+"""For the whole answer of a server."""
 LARGEST_ANSWER_BYTES = 64 * 2**20
 
 
 def _fetched(address: str) -> str:
-    """The text at an http address; ValueError says why there is none."""
+    """The text at an http address; ValueError says why there is none.
+
+    It is fetched beside, since a server that sends a little again and again keeps every time limit of its connection.
+    """
+    import threading
+
+    if address.partition("://")[0].casefold() not in ("http", "https"):
+        raise ValueError(f"{address}: must begin with http:// or https://, or be the name of a file")
+    answers: list[str | ValueError] = []
+    fetching = threading.Thread(target=_fetch_into, args=(answers, address, TIMEOUT_S), daemon=True)
+    fetching.start()
+    fetching.join(TIMEOUT_S)
+    answer = answers[0] if answers else _unanswered(address, TIMEOUT_S)
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
+
+
+_WHERE = "give the address of a running server, such as http://HOST:8000/metrics, or a file with its text"
+
+
+def _unanswered(address: str, timeout_s: float) -> ValueError:
+    return ValueError(f"{address}: no whole answer within {timeout_s:g} s; {_WHERE}")
+
+
+def _fetch_into(answers: list[str | ValueError], address: str, timeout_s: float) -> None:
+    try:
+        answers.append(_answer(address, timeout_s))
+    except ValueError as error:
+        answers.append(error)
+
+
+def _answer(address: str, timeout_s: float) -> str:
     import http.client
     import urllib.error
     import urllib.request
 
-    if address.partition("://")[0].casefold() not in ("http", "https"):
-        raise ValueError(f"{address}: must begin with http:// or https://, or be the name of a file")
-    hint = "give the address of a running server, such as http://HOST:8000/metrics, or a file with its text"
     try:
-        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
-            content: bytes = answer.read(LARGEST_ANSWER_BYTES + 1)
+        with urllib.request.urlopen(address, timeout=timeout_s) as answer:
+            content = _body(answer, time.monotonic() + timeout_s)
     except urllib.error.HTTPError as error:
-        raise ValueError(f"{address}: the server answered {error.code} ({error.reason}); {hint}") from None
+        error.close()
+        raise ValueError(f"{address}: the server answered {error.code} ({error.reason}); {_WHERE}") from None
     except TimeoutError:
-        raise ValueError(f"{address}: no answer within {TIMEOUT_S:g} s; {hint}") from None
+        raise _unanswered(address, timeout_s) from None
     except urllib.error.URLError as error:
         if isinstance(error.reason, TimeoutError):
-            raise ValueError(f"{address}: no answer within {TIMEOUT_S:g} s; {hint}") from None
+            raise _unanswered(address, timeout_s) from None
         said = getattr(error.reason, "strerror", None) or str(error.reason)
-        raise ValueError(f"{address}: cannot be reached ({said}); {hint}") from None
+        raise ValueError(f"{address}: cannot be reached ({said}); {_WHERE}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ValueError(f"{address}: cannot be read ({str(error) or type(error).__name__}); {hint}") from None
+        raise ValueError(f"{address}: cannot be read ({str(error) or type(error).__name__}); {_WHERE}") from None
     if len(content) > LARGEST_ANSWER_BYTES:
-        raise ValueError(f"{address}: the answer is longer than {LARGEST_ANSWER_BYTES >> 20} MiB; {hint}")
+        raise ValueError(f"{address}: the answer is longer than {LARGEST_ANSWER_BYTES >> 20} MiB; {_WHERE}")
     return content.decode("utf-8", errors="replace")
+
+
+def _body(answer: HTTPResponse, deadline_s: float) -> bytes:
+    """What the server sends, up to a little more than the most; raises TimeoutError at the deadline."""
+    pieces, size = [], 0
+    while size <= LARGEST_ANSWER_BYTES and (piece := answer.read1(_PIECE)):
+        pieces.append(piece)
+        size += len(piece)
+        if time.monotonic() > deadline_s:
+            raise TimeoutError
+    if answer.length:
+        raise ValueError(f"it ended {answer.length:,} bytes early")
+    return b"".join(pieces)
 
 
 _PIECE = 2**16

@@ -6,14 +6,19 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, TypeVar
 
+from windtunnel.memory_inputs import USE_V1_IS_0, MemoryInputUnreadable
 from windtunnel.scenarios.units import parse_count, parse_gib, parse_size_bytes
+from windtunnel.sim.deployment.card_checks import card_notes, check_card, on_card
 from windtunnel.sim.deployment.engine_args import ENGINE, check_gpu_memory_utilization
 from windtunnel.sim.deployment.gpu import GIB, GpuSpec, bundled_gpus, load_gpu
+from windtunnel.sim.deployment.kv_dtypes import check_kv_dtype, check_kv_dtype_name
 from windtunnel.sim.deployment.memory_request import FIT, MemoryRequest
-from windtunnel.sim.deployment.model import ModelSpec, UnsupportedModel, load_model
+from windtunnel.sim.deployment.model import ModelSpec, UnsupportedModel, bundled_models, is_path, load_model
 from windtunnel.sim.deployment.model_spec import DTYPE_BYTES
+from windtunnel.sim.deployment.refusal import RefusedByVllm
 from windtunnel.sim.deployment.versions import VersionProfile, profile
 
 T = TypeVar("T")
@@ -27,10 +32,14 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 def request_of(settings: Mapping[str, Any]) -> tuple[MemoryRequest, tuple[str, ...]]:
     """The request, and what had to be taken for what."""
     notes: list[str] = []
-    model = _model(settings.get("model"), settings.get("dtype"))
+    dtype = _dtype(settings.get("dtype") or "auto")
+    model = _model(settings.get("model"), dtype)
     gpu = _gpu(settings.get("gpu"), settings.get("gpu_memory_gib"), notes)
     version = _engine(settings.get("engine"))
-    values: dict[str, Any] = {}
+    if dtype == "auto":
+        model, told = on_card(model, gpu, version)
+        notes += told
+    values: dict[str, Any] = {"dtype": dtype}
     for name, value in settings.items():
         if name in _READERS:
             values[_FIELD_OF.get(name, name)] = read_setting(name, value)
@@ -41,15 +50,52 @@ def request_of(settings: Mapping[str, Any]) -> tuple[MemoryRequest, tuple[str, .
     free = values.pop("free_memory_gib", None)
     if free is not None:
         values["free_memory_bytes"] = round(free * GIB)
-    return MemoryRequest(model, gpu, version, **values), tuple(notes)
+    if settings.get(USE_V1_IS_0) and "uses_v0_engine" not in values:
+        values["uses_v0_engine"] = version.v0 is not None
+        notes.append(_about_v0(version))
+    request = MemoryRequest(model, gpu, version, **values)
+    return request, (*notes, *card_notes(request))
 
 
-def _model(given: str | ModelSpec | None, dtype: str | None) -> ModelSpec:
+def _about_v0(version: VersionProfile) -> str:
+    if version.v0 is not None:
+        return f"VLLM_USE_V1=0: the V0 engine of {version.label} is planned."
+    if version.release == "0.11.0":
+        raise RefusedByVllm(
+            "Using V1 AsyncLLMEngine, but envs.VLLM_USE_V1=False.  vLLM 0.11.0 has V1 only: leave VLLM_USE_V1=0 out"
+        )
+    return f"VLLM_USE_V1=0 asks for the V0 engine, which went with vLLM 0.11: {version.label} has V1 only."
+
+
+def check_refused(request: MemoryRequest) -> None:
+    """Raise RefusedByVllm for what the card or the release refuses of a request that no real server has run, and
+    UnsupportedModel for a type of the KV cache that is not planned."""
+    check_kv_dtype(request.kv_cache_dtype, request.version)
+    check_card(request)
+
+
+def _model(given: str | ModelSpec | None, dtype: str) -> ModelSpec:
     if given is None:
         raise ValueError("no model: give --model NAME (windtunnel models lists them) or the path of a config.json")
-    model = given if isinstance(given, ModelSpec) else _of_flag("model", load_model, given)
-    wanted = _dtype(dtype or "auto")
-    return model if wanted == "auto" else replace(model, dtype=wanted)
+    model = given if isinstance(given, ModelSpec) else _loaded(given)
+    return model if dtype == "auto" else replace(model, dtype=dtype)
+
+
+def _loaded(given: str) -> ModelSpec:
+    """The model by name, or that of a config file or its folder, which is called as it was given.
+
+    Raises MemoryInputUnreadable for a file that is missing or that no model can be read from.
+    """
+    try:
+        model = load_model(given)
+    except UnsupportedModel:
+        raise
+    except OSError as error:
+        raise MemoryInputUnreadable(f"--model: {given}: {error.strerror or error}") from None
+    except ValueError as error:
+        is_file = is_path(given) or Path(given).expanduser().exists()
+        raise (MemoryInputUnreadable if is_file else ValueError)(f"--model: {error}") from None
+    return model if model.name in bundled_models() else replace(model, name=given)
 
 
 def _dtype(given: str) -> str:
@@ -71,7 +117,8 @@ def _gpu(given: str | GpuSpec | None, memory_gib: Any, notes: list[str]) -> GpuS
         return replace(known, memory_bytes=total, memory_source="given")
     near = min(map(load_gpu, bundled_gpus()), key=lambda gpu: abs(gpu.memory_bytes - total))
     notes.append(f"The GPU has no name; what is not its memory is taken as that of {near.name}.")
-    return replace(near, name=f"GPU with {total / GIB:.2f} GiB", memory_bytes=total, memory_source="given", aliases=())
+    name = f"GPU with {total / GIB:.2f} GiB"
+    return replace(near, name=name, memory_bytes=total, memory_source="given", aliases=(), compute_capability=None)
 
 
 def _named_gpu(given: str | GpuSpec | None) -> GpuSpec:
@@ -121,12 +168,12 @@ def serve_settings(request: MemoryRequest) -> dict[str, Any]:
         "kv_cache_memory_bytes",
         "num_gpu_blocks_override",
     )
-    written = {"model": request.model.name, **{name: getattr(request, name) for name in names}}
+    written = {"model": served_model(request.model.name), **{name: getattr(request, name) for name in names}}
     written |= {
         "cpu_offload_gb": request.cpu_offload_gib,
         "kv_offloading_size": request.kv_offloading_gib,
         "swap_space": None if request.swap_space_gib is None else round(request.swap_space_gib * GIB),
-        "dtype": _other_dtype(request.model),
+        "dtype": request.dtype,
         "disable_hybrid_kv_cache_manager": request.disable_hybrid_kv_cache_manager or None,
     }
     if request.max_loras:
@@ -134,13 +181,12 @@ def serve_settings(request: MemoryRequest) -> dict[str, Any]:
     return written
 
 
-def _other_dtype(model: ModelSpec) -> str | None:
-    """The dtype where it is not the bundled model's own; None also for a model that is not bundled."""
-    try:
-        own = load_model(model.name).dtype
-    except ValueError:
-        return None
-    return None if model.dtype == own else model.dtype
+def served_model(name: str) -> str:
+    """What ``vllm serve`` is given: a name as it is, and for a config file the folder that it lies in."""
+    path = Path(name).expanduser()
+    if path.suffix == ".json":
+        return str(path.parent)
+    return str(path) if name.startswith("~") else name
 
 
 def is_setting(name: str) -> bool:
@@ -273,6 +319,10 @@ def _choice(value: Any) -> str:
     return str(value)
 
 
+def _kv_dtype(value: Any) -> str:
+    return check_kv_dtype_name(str(value))
+
+
 _COUNTS = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -297,7 +347,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(_COUNTS, _at_least_one),
     "max_model_len": _length,
     "gpu_memory_utilization": _share,
-    "kv_cache_dtype": _choice,
+    "kv_cache_dtype": _kv_dtype,
     "enable_expert_parallel": _switch,
     "enable_chunked_prefill": _switch,
     "enable_prefix_caching": _switch,

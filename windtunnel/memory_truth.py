@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from windtunnel.memory_settings import is_setting, read_setting
 from windtunnel.sim.deployment.gpu import GIB, GpuSpec, bundled_gpus, load_gpu
 from windtunnel.sim.deployment.memory import JudgedPlan
 from windtunnel.sim.deployment.memory_checks import Judgement, judge
-from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, MemoryPlan, make_plan
+from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, RESERVE_BYTES, UNSAFE, MemoryPlan, make_plan
 from windtunnel.sim.deployment.memory_remedies import find_remedies
 from windtunnel.sim.deployment.memory_request import MemoryRequest
 from windtunnel.sim.deployment.model import ModelSpec, load_model
@@ -20,7 +21,9 @@ from windtunnel.sim.deployment.versions import profile
 MEASURED, FORMULA, GIVEN = "measured", "formula", "given"
 CORRECTED = "formula, corrected"
 FROM_BLOCKS, FROM_TOKENS, FROM_BYTES = "measured blocks", "measured tokens", "measured bytes"
-"""Origins of a figure: read as such, computed by the formula, given by the user, derived from what was read."""
+TAKEN = "taken"
+"""Origins of a figure: read as such, computed by the formula, given by the user, derived from what was read, assumed
+where the server's is not known."""
 
 SAME_CARD = 0.05
 """Totals of one kind of card that drivers report are closer than that; kinds are further apart."""
@@ -78,10 +81,11 @@ def check_card(found: Found, named: str | GpuSpec | None, given_gib: Any) -> Non
     """Raise ValueError if a log tells another total than the card has that is named, or the total that is given."""
     total_gib = found.settings.get("gpu_memory_gib")
     if total_gib is None:
+        _check_free(found, named, given_gib)
         return
     where, remedy = found.place("gpu_memory_gib"), "leave it out, or plan without the log"
     if given_gib is not None:
-        given = float(given_gib)
+        given = _number(given_gib)
         if abs(given / total_gib - 1) > SAME_CARD:
             raise ValueError(
                 f"{where}: the card has {total_gib:.2f} GiB, and --gpu-memory-gib is {given:g}, which must be within "
@@ -96,6 +100,32 @@ def check_card(found: Found, named: str | GpuSpec | None, given_gib: Any) -> Non
             f"{where}: the card has {total_gib:.2f} GiB, and --gpu {card.name} has {card.memory_bytes / GIB:.2f} GiB, "
             f"which must be within {SAME_CARD:.0%} of it. Name the server's card{_near(total_gib)}, or {remedy}"
         )
+
+
+def _check_free(found: Found, named: str | GpuSpec | None, given_gib: Any) -> None:
+    """Raise ValueError if a log without the total tells more free memory than the card has that is named."""
+    free_gib = found.settings.get("free_memory_gib")
+    if free_gib is None or (named is None and given_gib is None):
+        return
+    card = load_gpu(named) if isinstance(named, str) else named
+    if given_gib is not None:
+        total_gib, what = _number(given_gib), "--gpu-memory-gib is"
+    else:
+        assert card is not None, "one of both is given"
+        total_gib, what = card.memory_bytes / GIB, f"--gpu {card.name} has"
+    if free_gib > total_gib:
+        raise ValueError(
+            f"{found.place('free_memory_gib')}: {free_gib:.2f} GiB of the card's memory are free, and {what} "
+            f"{total_gib:.2f} GiB in all. Name the server's card{_near(free_gib)}, or plan without the log"
+        )
+
+
+def _number(given_gib: Any) -> float:
+    """The total as given; not a number, of which nothing is said here, for what is read as none elsewhere."""
+    try:
+        return float(given_gib)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _near(total_gib: float) -> str:
@@ -132,8 +162,56 @@ def _counted(found: Found, plan: MemoryPlan) -> str:
     return f" ({plan.num_gpu_blocks:,} blocks of {block:,} bytes)"
 
 
-def contradictions(found: Found, plan: MemoryPlan) -> Iterator[str]:
-    """Sentences on figures of one start-up that do not go together for this model."""
+LENGTH_IS_TAKEN = " (taken: the server's max_model_len is not known)"
+TOO_LONG = ("max_model_len_exceeds_kv_cache", "budget_below_max_model_len")
+"""Causes that a shorter max_model_len takes away."""
+
+
+def refused_though_it_ran(found: Found, plan: MemoryPlan, *, length_is_taken: bool) -> Iterator[str]:
+    """A sentence on a server that runs though the plan of it would not start; a guess of its length explains it."""
+    judgement = judge(plan)
+    if not _has_run(found) or judgement.verdict != DOES_NOT_START:
+        return
+    if length_is_taken and judgement.cause in TOO_LONG:
+        return
+    yield (
+        f"By its rules the plan would not start, though this server did ({judgement.reason}): it had another "
+        "model, release or options than this plan."
+    )
+
+
+def taken_length(found: Found, plan: MemoryPlan) -> str:
+    """That max_model_len is not known, what is taken for it, and what it is at most, as a sentence."""
+    length, longest = plan.settings.max_model_len, plan.longest_request()
+    told = f"{_source(found)}: max_model_len is not in {found.called}: {length:,} is taken; give --max-model-len"
+    if _has_run(found) and 0 < longest < length:
+        return f"{told}.  The pool holds no request of more than {longest:,} tokens."
+    return f"{told}."
+
+
+def disagreements(found: Found, plan: MemoryPlan, *, length_is_taken: bool) -> Iterator[str]:
+    """Sentences on figures of one pool that do not go together for this model: nothing can be learnt from them."""
+    yield from _blocks_beside_tokens(found, plan, length_is_taken)
+    yield from _blocks_beside_bytes(found, plan)
+
+
+def _blocks_beside_tokens(found: Found, plan: MemoryPlan, length_is_taken: bool) -> Iterator[str]:
+    """Layers of one kind hold block_size tokens a block, or since 0.20.1 int(concurrency x max_model_len), which is
+    less where that is no multiple of a block, yet more than half of it from a length of one block on."""
+    tokens, blocks, size = found.facts.get("kv_cache_tokens"), found.facts.get("num_gpu_blocks"), plan.block_size
+    if not tokens or not blocks or plan.layout.is_hybrid:
+        return
+    most = blocks * size
+    is_likely, is_counted = most // 2 < tokens <= most, abs(tokens - plan.kv_cache_tokens) <= 1
+    if not (tokens == most or (is_likely if length_is_taken else is_counted)):
+        yield (
+            f"{found.place('kv_cache_tokens')}: {tokens:,} tokens are not {blocks:,} blocks of {size}, and layers of "
+            "one kind, which this model has, do not share blocks: the figures are of two servers, or the model, "
+            "block_size, max_model_len or context parallelism is another."
+        )
+
+
+def _blocks_beside_bytes(found: Found, plan: MemoryPlan) -> Iterator[str]:
     available, measured = found.facts.get("available_kv_cache_bytes"), found.measured
     if available is None or measured is None or plan.request.num_gpu_blocks_override is not None:
         return
@@ -184,16 +262,52 @@ def measured_graphs(found: Found, formula: MemoryPlan) -> tuple[bool, int | None
     return inside, estimate
 
 
-def judged(plan: MemoryPlan, found: Found, gap_bytes: int | None, *, with_remedies: bool = True) -> JudgedPlan:
-    """The measured plan with its verdict; remedies are planned by the formula with what it was off by."""
+def judged(
+    plan: MemoryPlan, found: Found, gap_bytes: int | None, *, length_is_taken: bool = False, with_remedies: bool = True
+) -> JudgedPlan:
+    """The measured plan with its verdict; remedies are planned by the formula with what it was off by.
+
+    What the real start-up shows, that it failed or that it runs, is the verdict, whatever the formula makes of the
+    parts that were not measured.
+    """
     judgement = judge(plan)
     if found.failure is not None and judgement.verdict != DOES_NOT_START:
-        kind, text = found.failure
-        return JudgedPlan(plan, Judgement(DOES_NOT_START, kind, f"{text}.", "The plan itself sees room for it."))
+        why = "The plan itself sees room for it."
+        return JudgedPlan(plan, Judgement(DOES_NOT_START, found.failure.kind, found.failure.sentence, why))
+    if found.later_failure is not None:
+        why = f"It started, and ran out of memory later.  {found.later_failure.sentence}"
+        return JudgedPlan(plan, Judgement(UNSAFE, found.later_failure.kind, "", why))
+    if _has_run(found):
+        length = f"{plan.settings.max_model_len:,} tokens{LENGTH_IS_TAKEN if length_is_taken else ''}"
+        fits = f"{plan.max_concurrency:.2f} requests of {length} fit at once."
+        why = judgement.why if judgement.verdict == OK and not length_is_taken else fits
+        return JudgedPlan(plan, Judgement(OK, "", "", f"{found.evidence}  {why}"))
     if not with_remedies:
         return JudgedPlan(plan, judgement)
     corrected = replace(plan.request, measured=None, correction_bytes=gap_bytes or 0)
     return JudgedPlan(plan, judgement, find_remedies(replace(plan, request=corrected), judgement))
+
+
+def _has_run(found: Found) -> bool:
+    """Whether something shows that the memory was enough, and nothing that it was not."""
+    return bool(found.evidence) and found.failure is None and found.later_failure is None
+
+
+def margin_is_measured(found: Found, plan: MemoryPlan) -> bool:
+    """Whether what is left on the card follows from measured figures alone."""
+    inside, graphs = measured_graphs(found, plan)
+    return "free_memory_gib" in found.settings and not plan.is_given and (inside or graphs is not None)
+
+
+def small_margin(found: Found, plan: MemoryPlan) -> tuple[str, ...]:
+    """That a server that runs has little to spare, if the measured figures say so."""
+    if not _has_run(found) or not margin_is_measured(found, plan) or plan.margin_bytes >= RESERVE_BYTES:
+        return ()
+    return (
+        f"By the measured figures {_gib(plan.margin_bytes)} of the card stay free, less than the "
+        f"{RESERVE_BYTES / 2**20:.0f} MiB that vLLM itself keeps back: a later step, or another process, may find no "
+        "memory.",
+    )
 
 
 def gap(real: MemoryPlan, formula: MemoryPlan) -> int | None:
@@ -215,6 +329,10 @@ UNKNOWN_CAUSE = (
     "The plan does not see why that start-up failed, so that it cannot say what is enough: lower max_num_seqs, "
     "max_num_batched_tokens or gpu_memory_utilization, or set enforce_eager, and read the new log."
 )
+UNKNOWN_LATER_CAUSE = (
+    "The plan does not see why the memory ran out while it ran: lower gpu_memory_utilization, max_num_seqs or "
+    "max_num_batched_tokens, or look for another process on the card."
+)
 
 
 # --- where figures are from
@@ -230,7 +348,9 @@ def origin_of_available(found: Found, plan: MemoryPlan) -> str:
     return FROM_TOKENS if measured.num_gpu_blocks is None else FROM_BLOCKS
 
 
-def measured_origins(found: Found, plan: MemoryPlan, formula: MemoryPlan) -> dict[str, str]:
+def measured_origins(
+    found: Found, plan: MemoryPlan, formula: MemoryPlan, *, length_is_taken: bool = False
+) -> dict[str, str]:
     """For each figure of a measured plan what it is from."""
     facts, measured = found.facts, found.measured
     assert measured is not None, "only a measured plan has measured origins"
@@ -238,6 +358,7 @@ def measured_origins(found: Found, plan: MemoryPlan, formula: MemoryPlan) -> dic
     _, graphs = measured_graphs(found, formula)
     origins["cudagraph_bytes"] = FORMULA if graphs is None else MEASURED
     origins["available_kv_cache_bytes"] = origin_of_available(found, plan)
+    origins["oom_margin_bytes"] = MEASURED if margin_is_measured(found, plan) else FORMULA
     if measured.num_gpu_blocks is not None:
         origins["num_gpu_blocks"] = MEASURED
     else:
@@ -247,6 +368,8 @@ def measured_origins(found: Found, plan: MemoryPlan, formula: MemoryPlan) -> dic
     origins["kv_cache_tokens"] = MEASURED if tokens == plan.kv_cache_tokens else pool
     is_logged = concurrency is not None and round(plan.max_concurrency, 2) == round(concurrency, 2)
     origins["max_concurrency"] = MEASURED if is_logged else pool
+    if length_is_taken:
+        origins["max_model_len"] = TAKEN
     return origins
 
 
@@ -258,7 +381,7 @@ def origins(plan: MemoryPlan, measured: Mapping[str, str], given: Mapping[str, A
         "free_bytes": GIVEN if "free_memory_gib" in given else FORMULA,
         "requested_bytes": FORMULA,
         **dict.fromkeys((*_PARTS, "cudagraph_bytes", "available_kv_cache_bytes"), FORMULA),
-        **dict.fromkeys(("num_gpu_blocks", "kv_cache_tokens", "max_concurrency"), FORMULA),
+        **dict.fromkeys(("num_gpu_blocks", "kv_cache_tokens", "max_concurrency", "oom_margin_bytes"), FORMULA),
     }
     if plan.source == "kv_cache_memory_bytes":
         made["available_kv_cache_bytes"] = GIVEN

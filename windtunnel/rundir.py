@@ -90,8 +90,11 @@ def check_can_write_file(path: Path) -> None:
 
     Raises OutputError if it cannot.
     """
+    if str(path) == "-":
+        raise OutputError("cannot write -: standard output is not written to, and no file is called so; name a file")
     if path.is_dir():
-        raise OutputError(f"cannot write {path}: it is a folder; name a file")
+        also = " (an empty name is this folder, too)" if str(path) == "." else ""
+        raise OutputError(f"cannot write {path}: it is a folder; name a file{also}")
     parent = _nearest_existing(path.absolute().parent)
     _check_is_folder(path, parent)
     _try_to_write(path, parent)

@@ -92,7 +92,7 @@ def _apart(words: Iterable[Word], reading: Reading) -> list[Word]:
     for word in words:
         flag, space, value = word.text.partition(" ")
         if space and flag.startswith("--") and "=" not in flag and find(with_dashes(flag)).option is not None:
-            reading.note(f"{_place(word)}{word.text!r} is one argument; vLLM refuses it: make flag and value two")
+            reading.refusal(f"{_place(word)}{word.text!r} is one argument; vLLM refuses it: make flag and value two")
             found += [word._replace(text=flag), word._replace(text=value.strip())]
         else:
             found.append(word)
@@ -120,7 +120,7 @@ class _Arguments:
         names_it = bool(flags & {"--model", "--config"})
         begins_with_flag = self.program == SERVE and bool(words) and words[0].text.startswith("-")
         if begins_with_flag and not names_it and "--served-model-name" in flags:
-            self.reading.note(
+            self.reading.refusal(
                 f"{_place(words[0])}vLLM refuses --served-model-name unless the model comes first: put it there"
             )
 
@@ -239,7 +239,9 @@ class _Arguments:
         option, words = given.option, given.words
         unresolved = tuple(name for word in words for name in word.unresolved)
         if option.key not in SETTINGS and option.key not in SPECULATIVE_KEYS:
+            self.reading.tell_pooling(option, words[0].text if words and not unresolved else None)
             self.reading.ignore(option)
+            self._note_switch(given)
         elif unresolved:
             self.reading.options[option.name] = option
             self.reading.unresolved(unresolved, given.written, given.source)
@@ -256,14 +258,24 @@ class _Arguments:
     def _switch(self, given: _Given) -> bool:
         if not given.words:
             return not given.match.negated
+        self._note_switch(given)
+        return _TRUTH[given.words[0].text.lower()] is not given.match.negated
+
+    def _note_switch(self, given: _Given) -> None:
+        """Say that a switch takes no value, where it takes none."""
+        option = given.option
+        if option.takes_values or not given.words:
+            return
         text = given.words[0].text
         if text.lower() not in _TRUTH:
             raise complaint(given.source, given.written, text, "takes no value: write the flag alone, or with --no-")
+        release = self.reading.release
+        if release and option.kind_in(release) == "boolean_value":
+            return
         value = _TRUTH[text.lower()] is not given.match.negated
-        right = given.option.flag if value else f"--no-{given.option.name}"
-        since = " since 0.8.5" if any(kind == "boolean_value" for _, kind in given.option.spelling) else ""
-        self.reading.note(f"{_place(given)}vLLM refuses a value for {given.written}{since}: write {right}")
-        return value
+        right = option.flag if value else f"--no-{option.name}"
+        since = " since 0.8.5" if any(kind == "boolean_value" for _, kind in option.spelling) else ""
+        self.reading.refusal(f"{_place(given)}vLLM refuses a value for {given.written}{since}: write {right}")
 
     def _take_dotted(self) -> None:
         """Dotted keys come last, as vLLM puts them behind all other arguments."""

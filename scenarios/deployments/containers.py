@@ -36,7 +36,7 @@ class Container(NamedTuple):
         reading.notes += notes
         if found:
             if not self.command and "vllm-openai" in self.image.text and _starts_with_program(self.arguments):
-                reading.note(
+                reading.refusal(
                     f"{self.arguments[0].source}: the image's entry point is already vLLM's server; these words become "
                     "its arguments, which it refuses: leave out `vllm serve`, or set the entry point"
                 )

@@ -139,7 +139,7 @@ def _check_strings(tree: Tree, reading: Reading) -> None:
     for key in ("command", "args"):
         for item in tree.get(key).entries():
             if not isinstance(item.value, str):
-                reading.note(
+                reading.refusal(
                     f"{item.source}: {item.value} in {key} is no text, which Kubernetes refuses: put it in quotes"
                 )
 

@@ -59,22 +59,43 @@ def read_deployment(
 ) -> ImportedDeployment:
     """The one deployment that a source holds, or the one called ``name`` where there are several.
 
-    ``source`` is a file, a text, a list of arguments, or a mapping: keyword arguments of ``LLM``, or a YAML document
-    that was already read.  ``kind`` is one of ``KINDS``; "auto" looks at the content.
+    ``source`` is a file, ``FILE#NAME``, a text, a list of arguments, or a mapping: keyword arguments of ``LLM``, or a
+    YAML document that was already read.  ``kind`` is one of ``KINDS``; "auto" looks at the content.
 
     Raises DeploymentUnreadable if there is no such file or nothing in it that starts vLLM, DeploymentError for values
     of the wrong type or out of range, and for several deployments without a name.
     """
+    source, name = _apart(source, name)
     found = read_deployments(source, kind=kind)
     chosen = [item for item in found if name is None or item.name == name]
     if len(chosen) == 1:
         return chosen[0]
-    names = ", ".join(item.name for item in found)
+    origin, names = _origin(source), ", ".join(item.name for item in found)
     if name is None:
-        raise DeploymentError(f"{_origin(source)}: holds {len(found)} deployments: choose one by its name: {names}")
+        how = f"{origin}#NAME" if _is_file(source) else "name=NAME"
+        raise DeploymentError(f"{origin}: holds {len(found)} deployments: choose one as {how}, by its name: {names}")
     if chosen:
-        raise DeploymentError(f"{_origin(source)}: holds {len(chosen)} deployments called {name}: rename them")
-    raise DeploymentError(f"{_origin(source)}: holds no deployment {name!r}; there are {names}")
+        raise DeploymentError(f"{origin}: holds {len(chosen)} deployments called {name}: rename them")
+    raise DeploymentError(f"{origin}: holds no deployment {name!r}; there are {names}")
+
+
+_Source = str | Path | Sequence[str] | Mapping[str, Any]
+
+
+def _apart(source: _Source, name: str | None) -> tuple[_Source, str | None]:
+    """The file and the name in ``FILE#NAME``, where no file is called just so."""
+    if name is not None or not isinstance(source, (str, Path)) or _is_file(source):
+        return source, name
+    file, mark, chosen = str(source).partition("#")
+    return (file, chosen) if mark and chosen and _is_file(file) else (source, name)
+
+
+def _is_file(source: _Source) -> bool:
+    path = _path_of(source) if isinstance(source, (str, Path)) else None
+    try:
+        return path is not None and path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def read_deployments(

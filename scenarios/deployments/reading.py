@@ -11,8 +11,15 @@ from windtunnel.scenarios.deployments.options import Option, nearest_flags
 from windtunnel.scenarios.deployments.settings import SETTINGS, SPECULATIVE_KEYS, complaint
 from windtunnel.sim.deployment.versions import profile
 
-_IMAGE = re.compile(r"(?:^|/)vllm-openai(?:-cpu|-rocm)?:v?(\d+(?:\.\d+)+(?:\.post\d+)?)")
+_NUMBER = r"v?(\d+\.\d+(?:\.\d+)*(?:\.post\d+)?)"
+_IMAGE = re.compile(rf"(?:^|/)vllm-openai(?:-cpu|-rocm)?:{_NUMBER}")
+_NAMED_IN_TAG = re.compile(rf":[^/]*vllm[-_.]?{_NUMBER}")
+"""As in rocm/vllm:rocm6.4.1_vllm_0.9.1_20250702."""
+_OTHERS_IMAGE = re.compile(rf"(?:^|/)[^/:]*vllm[^/:]*:{_NUMBER}(?![\d.])")
+"""Somebody else's image with a number that may be vLLM's release, as in rocm/vllm:v0.11.0."""
 _HIDDEN_DEVICES = ("", "all", "none", "void", "-1")
+_GENERATES = {"runner": ("auto", "generate", "draft"), "task": ("auto", "generate"), "convert": ("auto", "none")}
+"""Options that tell what a server makes, and their values for text."""
 _MOUNT = "/mnt/models"
 """Where KServe puts a model."""
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
@@ -48,6 +55,10 @@ class ImportedDeployment:
     """Flags that vLLM does not have, each with the nearest that it has."""
     notes: tuple[str, ...] = ()
     """Traps, overridden values, unresolved variables: sentences for people."""
+    refusals: tuple[str, ...] = ()
+    """Those of ``notes`` and ``unknown`` for which vLLM, or what runs it, refuses to start."""
+    asks_for_v0: str = ""
+    """Where VLLM_USE_V1=0 asks for the older engine, which vLLM has to 0.10, that one of ``notes``; empty else."""
 
 
 @dataclass(slots=True)
@@ -64,6 +75,8 @@ class Reading:
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    asks_for_v0: str = ""
     num_gpus: int | None = None
     num_replicas: int = 1
     release: str = ""
@@ -77,6 +90,7 @@ class Reading:
         """Take the value of an option; None is "not given"."""
         self.options[option.name] = option
         if option.key not in SETTINGS and option.key not in SPECULATIVE_KEYS:
+            self.tell_pooling(option, value)
             self.ignore(option)
         elif value is not None:
             self.set(option.key, value, source, written)
@@ -91,6 +105,11 @@ class Reading:
         if key in self.settings and self.settings[key] != value:
             self.note(f"{place}: {written} {_shown(value)} comes later and takes the place of {self._as_given(key)}")
         self.settings[key], self.sources[key], self.written[key] = value, place, written
+
+    def tell_pooling(self, option: Option, value: object) -> None:
+        """Say that a server of embeddings or scores is planned as one that generates."""
+        if value is not None and str(value) not in _GENERATES.get(option.key, (str(value),)):
+            self.note(f"{option.flag} {value} makes no text; the plan is that of a server that generates")
 
     def ignore(self, option: Option) -> None:
         """Remember an option that plays no part."""
@@ -108,10 +127,16 @@ class Reading:
         else:
             said = "is no flag of vLLM, and none is like it"
         self._once(self.unknown, f"{place}{flag} {said}")
+        self._once(self.refusals, f"{place}{flag} {said}")
 
     def note(self, text: str) -> None:
         """Remember a sentence, once."""
         self._once(self.notes, text)
+
+    def refusal(self, text: str) -> None:
+        """Remember a sentence on what keeps the server from starting."""
+        self.note(text)
+        self._once(self.refusals, text)
 
     def unresolved(self, names: tuple[str, ...], what: str, source: str) -> None:
         """Say that a variable is not known."""
@@ -119,11 +144,14 @@ class Reading:
         self.note(f"{source + ': ' if source else ''}{what} depends on {variables}, which nothing here sets: give it")
 
     def image(self, name: str, source: str) -> None:
-        """Take the release from the tag of vLLM's own image."""
-        match = _IMAGE.search(name)
+        """Take the release from the tag of an image, where it is one of vLLM's."""
+        match = _IMAGE.search(name) or _NAMED_IN_TAG.search(name)
+        other = None if match else _OTHERS_IMAGE.search(name)
         if match:
             self.release = match[1]
-        elif "vllm-openai" in name:
+        elif other and _is_release(other[1]):
+            self.release = other[1]
+        elif ":" in name or "/" in name:
             self.note(f"{source + ': ' if source else ''}the image {name} does not tell vLLM's release: give --engine")
 
     def environment(self, variables: Mapping[str, str], source: str) -> None:
@@ -133,7 +161,9 @@ class Reading:
             if devices is not None and devices.strip().lower() not in _HIDDEN_DEVICES and "$" not in devices:
                 self.devices(len(devices.split(",")), f"{source}: {name}")
         if variables.get("VLLM_USE_V1") == "0":
-            self.note(f"{source}: VLLM_USE_V1=0 asks for the V0 engine (to vLLM 0.10); V1 is what is simulated")
+            told = f"{source}: VLLM_USE_V1=0 asks for the V0 engine, which vLLM has to 0.10; simulations are of V1"
+            self.asks_for_v0 = self.asks_for_v0 or told
+            self.note(self.asks_for_v0)
         if "VLLM_ATTENTION_BACKEND" in variables and "attention_backend" not in self.settings:
             self.set("attention_backend", variables["VLLM_ATTENTION_BACKEND"], source, "VLLM_ATTENTION_BACKEND")
 
@@ -165,6 +195,8 @@ class Reading:
             ignored=tuple(self.ignored),
             unknown=tuple(self.unknown),
             notes=tuple(self.notes),
+            refusals=tuple(self.refusals) if kind != "log" else (),  # a server that wrote one did start
+            asks_for_v0=self.asks_for_v0,
         )
 
     def _name_mounted_model(self) -> None:
@@ -211,9 +243,9 @@ class Reading:
         for option in self.options.values():
             if release and not option.exists_in(release):
                 why = f"came with {option.since}" if option.since and not option.until else f"went with {option.until}"
-                self.note(f"vLLM {release} refuses {option.flag}, which {why}")
+                self.refusal(f"vLLM {release} refuses {option.flag}, which {why}")
             elif not release and option.until:
-                self.note(f"{option.flag} is gone since vLLM {option.until}, which refuses to start with it")
+                self.refusal(f"{option.flag} is gone since vLLM {option.until}, which refuses to start with it")
 
     def _note_parallel_size(self) -> None:
         asked = 1
@@ -222,11 +254,19 @@ class Reading:
         local = self.settings.get("data_parallel_size_local") or self.settings.get("data_parallel_size", 1)
         if self.num_gpus is None or asked * local == self.num_gpus:
             return
-        fits = asked * local < self.num_gpus
-        self.note(
-            f"{self.origin}: TP, PP and DP take {asked * local} GPUs and it is given {self.num_gpus}: "
-            + ("some stay idle" if fits else "vLLM does not start")
-        )
+        told = f"{self.origin}: TP, PP and DP take {asked * local} GPUs and it is given {self.num_gpus}:"
+        if asked * local < self.num_gpus:
+            self.note(f"{told} some stay idle")
+        else:
+            self.refusal(f"{told} vLLM does not start")
+
+
+def _is_release(number: str) -> bool:
+    try:
+        profile(number)
+    except ValueError:
+        return False
+    return True
 
 
 def _shown(value: Any) -> str:

@@ -10,31 +10,11 @@ from typing import Any, NamedTuple
 
 from windtunnel.scenarios.deployments.errors import DeploymentError
 from windtunnel.scenarios.deployments.options import Option
+from windtunnel.sim.deployment.kv_dtypes import KV_DTYPE_SINCE
 
 GIB = 2**30
 _DTYPES = ("auto", "bfloat16", "float", "float16", "float32", "half")
 _MAMBA_DTYPES = ("auto", "bfloat16", "float16", "float32")
-_KV_DTYPES = (
-    "auto",
-    "bfloat16",
-    "float16",
-    "fp8",
-    "fp8_ds_mla",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "fp8_inc",
-    "fp8_per_token_head",
-    "int4_per_token_head",
-    "int8_per_token_head",
-    "nvfp4",
-    "nvfp4_4over6",
-    "nvfp4_ds_mla",
-    "turboquant_3bit_nc",
-    "turboquant_4bit_nc",
-    "turboquant_k3v4_nc",
-    "turboquant_k8v4",
-    "ultraquant_4bit",
-)
 
 
 class Setting(NamedTuple):
@@ -75,7 +55,7 @@ SETTINGS: dict[str, Setting] = {
     "kv_offloading_size": Setting(low=0, unit="gib"),
     "dtype": Setting(choices=_DTYPES, default="auto"),
     "quantization": Setting(),
-    "kv_cache_dtype": Setting(choices=_KV_DTYPES, default="auto"),
+    "kv_cache_dtype": Setting(choices=tuple(KV_DTYPE_SINCE), default="auto"),
     "kv_cache_dtype_skip_layers": Setting(),
     "block_size": _FROM_1,
     "max_model_len": Setting(low=1, also=(-1,)),

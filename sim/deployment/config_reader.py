@@ -42,16 +42,25 @@ class ConfigReader:
     def table(self, key: str) -> Mapping[str, Any]:
         """A table; an empty one where there is none."""
         value = self.config.get(key)
-        if value and not isinstance(value, Mapping):
+        if value is not None and not isinstance(value, Mapping):
             raise self._wrong(key, "a table", value)
         return value or {}
 
     def listed(self, key: str) -> Sequence[Any]:
         """A list; an empty one where there is none."""
         value = self.config.get(key)
-        if value and not isinstance(value, list):
+        if value is not None and not isinstance(value, list):
             raise self._wrong(key, "a list", value)
         return value or []
+
+    def switch(self, key: str, default: bool = False) -> bool:
+        """True or false; null is the default."""
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool) and value not in (0, 1):
+            raise self._wrong(key, "true or false", value)
+        return bool(value)
 
     def _wrong(self, key: str, kind: str, value: object) -> ValueError:
         return ValueError(f"{self.name}: {key} must be {kind}, got {value!r:.60}")

@@ -29,6 +29,27 @@ from windtunnel.sim.deployment.model_spec import UnsupportedModel
 MOST_LAYERS = 10_000
 
 
+class Windows(NamedTuple):
+    """What the config class of an architecture, and its modules in vLLM, make of sliding windows.
+
+    Source: ``configuration_*.py`` of Transformers 5, the modules of vLLM 0.32, and its ``create_engine_config``: a
+    model whose modules ask for no window of their own has one in all layers or in none.
+    """
+
+    size: int = 0
+    """sliding_window of a config without that key; null is none."""
+    every: int = 0
+    """Full attention in every so many-th layer of a config that says nothing of its layers; 0 is windows in all."""
+    switched: bool = False
+    """use_sliding_window is false where the config does not have it."""
+    all_or_none: bool = False
+    """No window where layer_types names a layer without one."""
+    first_key: str = ""
+    """The key with the first layer that has a window."""
+    first: int = 0
+    """That layer where the key is missing."""
+
+
 class Traits(NamedTuple):
     """What an architecture does that its config does not say."""
 
@@ -64,6 +85,7 @@ class Traits(NamedTuple):
     """What vLLM puts on every stage of a pipeline."""
     state_dtype: str = ""
     """Type of recurrent states where the config does not give mamba_ssm_cache_dtype; "" is the model's."""
+    windows: Windows = Windows()
 
 
 class Config(NamedTuple):
@@ -116,8 +138,7 @@ class Config(NamedTuple):
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A switch; null is the default."""
-        value = self.values.get(key)
-        return default if value is None else bool(value)
+        return self.read.switch(key, default)
 
     def per_layer(self, key: str) -> Sequence[Any]:
         """A list with one entry a layer; () where there is none."""
@@ -161,8 +182,12 @@ class Config(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Tokens of a sliding window."""
-        return self.read.whole("sliding_window")
+        """Tokens of a sliding window, where there is one; 0 for none."""
+        if not self.flag("use_sliding_window", not self.traits.windows.switched):
+            return 0
+        if "sliding_window" not in self.values:
+            return 0 if self.values.get("model_type") in _WITHOUT_WINDOW else self.traits.windows.size
+        return self.read.whole("sliding_window", default=0, least=0)
 
     @property
     def max_positions(self) -> int:
@@ -171,32 +196,46 @@ class Config(NamedTuple):
 
     def kinds(self) -> list[str]:
         """The kind of attention of each layer, by layer_types, a pattern, or a window for all."""
-        listed = [str(kind) for kind in self.per_layer("layer_types")]
-        if not listed:
-            listed = self._patterned()
+        listed = self._listed_kinds()
         for kind in listed:
             if kind not in _KINDS:
                 raise UnsupportedModel(
                     f"{self.name}: layers of type {kind} are not modelled; these are: {', '.join(_KINDS)}"
                 )
-        return [self._effective(kind) for kind in listed]
+        self._check_mixed(listed)
+        window = self.window
+        is_mixed = self.traits.windows.all_or_none and "full_attention" in listed
+        if is_mixed or not 0 < window < self.max_positions:  # a window as long as the context is none
+            return ["full_attention" if kind == "sliding_attention" else kind for kind in listed]
+        return listed
+
+    def _listed_kinds(self) -> list[str]:
+        if self.values.get("layer_types") == []:
+            raise ValueError(
+                f"{self.name}: layer_types is empty: it must have one for each of {self.num_layers} layers"
+            )
+        return [str(kind) for kind in self.per_layer("layer_types")] or self._patterned()
 
     def _patterned(self) -> list[str]:
-        every = self.first("sliding_window_pattern", "_sliding_window_pattern", default=0)
+        windows = self.traits.windows
+        every = self.first("sliding_window_pattern", "_sliding_window_pattern", default=windows.every)
         if every:
             return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(self.num_layers)]
-        windowed = bool(self.values.get("sliding_window")) and self.flag("use_sliding_window", True)
-        first_windowed = self.first("max_window_layers", default=0) if "use_sliding_window" in self.values else 0
-        kind = "sliding_attention" if windowed else "full_attention"
-        return ["full_attention" if i < first_windowed else kind for i in range(self.num_layers)]
+        start = self.first(windows.first_key, default=windows.first) if windows.first_key else 0
+        return ["full_attention" if i < start else "sliding_attention" for i in range(self.num_layers)]
 
-    def _effective(self, kind: str) -> str:
-        """A window as long as the model's context is none."""
-        if kind == "sliding_attention" and not self.values.get("sliding_window"):
-            return "full_attention"
-        if kind == "sliding_attention" and self.window >= self.max_positions:
-            return "full_attention"
-        return kind
+    def _check_mixed(self, kinds: Sequence[str]) -> None:
+        """Refuse windows behind the first layers, which no release of vLLM loads."""
+        windows = self.traits.windows
+        if not self.window or not windows.first_key or len(dict.fromkeys(kinds)) < 2:
+            return
+        start = self.first(windows.first_key, default=windows.first)
+        if start != self.num_layers:
+            raise UnsupportedModel(
+                f"{self.name}: vLLM does not load it: Sliding window for some but all layers is not supported. This "
+                f"model uses sliding window but `{windows.first_key}` = {start} is less than `num_hidden_layers` = "
+                f"{self.num_layers}."
+            )
 
     def experts(self) -> Experts:
         """The mixture of experts of one layer."""
@@ -243,6 +282,8 @@ class Config(NamedTuple):
         return [i >= first and i % freq == 0 and (i + 1) % step == 0 and i not in dense for i in range(count)]
 
 
+_WITHOUT_WINDOW = ("ministral3",)
+"""Types of models whose config class has no window by default, unlike others of their architecture."""
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 
 
@@ -296,22 +337,19 @@ def _without_linear(config: Config) -> list[str]:
     return kinds
 
 
-def _gemma2(config: Config) -> list[Layer]:
-    """Windows in every other layer, from the first on."""
-    if not config.read.listed("layer_types"):
-        window = ["sliding_attention", "full_attention"]
-        changed = {**config.values, "layer_types": [window[i % 2] for i in range(config.num_layers)]}
-        config = Config(ConfigReader(changed, config.name), config.traits)
-    return _dense(config)
+def _smollm3(config: Config) -> list[Layer]:
+    """Windows, where switched on, in the layers without rotary positions."""
+    if config.values.get("layer_types") is not None or not config.window:
+        return _dense(config)
+    every = config.first("no_rope_layer_interval", default=4, least=1)
+    rotary = config.per_layer("no_rope_layers") or [(i + 1) % every for i in range(config.num_layers)]
+    kinds = ["full_attention" if turned else "sliding_attention" for turned in rotary]
+    return _dense(Config(ConfigReader({**config.values, "layer_types": kinds}, config.name), config.traits))
 
 
 def _gemma3(config: Config) -> list[Layer]:
-    """Windows in five of six layers."""
-    values = config.values
-    if not any(key in values for key in ("layer_types", "sliding_window_pattern", "_sliding_window_pattern")):
-        changed = {"sliding_window_pattern": 6, "head_dim": 256, **values}
-        config = Config(ConfigReader(changed, config.name), config.traits)
-    return _dense(config)
+    """Heads of 256 unless the config says otherwise."""
+    return _dense(Config(ConfigReader({"head_dim": 256, **config.values}, config.name), config.traits))
 
 
 def _gemma4(config: Config) -> list[Layer]:
@@ -687,21 +725,32 @@ def _deci_layer(config: Config, attention: ConfigReader, ffn: ConfigReader) -> L
 
 _ALL = ("embedding", "head", "norm")
 _EMBEDDING = ("embedding", "norm")
+_QWEN_WINDOWS = Windows(4096, switched=True, all_or_none=True, first_key="max_window_layers", first=28)
 
 ARCHITECTURES: dict[str, Traits] = {
     "LlamaForCausalLM": Traits(_dense, output_follows_bias=True),
-    "MistralForCausalLM": Traits(_dense, output_follows_bias=True),
-    "SmolLM3ForCausalLM": Traits(_dense, tied_by_default=True, rotary=False),
+    "MistralForCausalLM": Traits(_dense, output_follows_bias=True, windows=Windows(4096)),
+    "SmolLM3ForCausalLM": Traits(_smollm3, tied_by_default=True, rotary=False, windows=Windows(switched=True)),
     "GraniteForCausalLM": Traits(_dense, output_follows_bias=True),
     "Phi3ForCausalLM": Traits(_dense, output_follows_bias=True),
-    "MiMoForCausalLM": Traits(_dense, qkv_bias=True),
-    "Qwen2ForCausalLM": Traits(_dense, qkv_bias=True),
+    "MiMoForCausalLM": Traits(_dense, qkv_bias=True, windows=_QWEN_WINDOWS),
+    "Qwen2ForCausalLM": Traits(_dense, qkv_bias=True, windows=_QWEN_WINDOWS),
     "Qwen2MoeForCausalLM": Traits(
-        _sparse, qkv_bias=True, shared_gate=True, shared_module="shared_expert", on_every_stage=_ALL
+        _sparse,
+        qkv_bias=True,
+        shared_gate=True,
+        shared_module="shared_expert",
+        on_every_stage=_ALL,
+        windows=Windows(4096, every=2, switched=True, all_or_none=True),
     ),
-    "Qwen3ForCausalLM": Traits(_dense, qk_norm="head"),
+    "Qwen3ForCausalLM": Traits(_dense, qk_norm="head", windows=_QWEN_WINDOWS),
     "Qwen3MoeForCausalLM": Traits(
-        _sparse, qk_norm="head", shared_gate=True, shared_module="shared_expert", on_every_stage=_ALL
+        _sparse,
+        qk_norm="head",
+        shared_gate=True,
+        shared_module="shared_expert",
+        on_every_stage=_ALL,
+        windows=Windows(4096, switched=True, all_or_none=True),
     ),
     "MixtralForCausalLM": Traits(_sparse, on_every_stage=_ALL),
     "OPTForCausalLM": Traits(
@@ -728,27 +777,48 @@ ARCHITECTURES: dict[str, Traits] = {
         rotary=False,
     ),
     "GemmaForCausalLM": Traits(_dense, tied_by_default=True, on_every_stage=_EMBEDDING),
-    "Gemma2ForCausalLM": Traits(_gemma2, norms=4, tied_by_default=True, on_every_stage=_EMBEDDING),
+    "Gemma2ForCausalLM": Traits(
+        _dense, norms=4, tied_by_default=True, on_every_stage=_EMBEDDING, windows=Windows(4096, every=2)
+    ),
     "Gemma3ForCausalLM": Traits(
-        _gemma3, norms=4, qk_norm="head", tied_by_default=True, rotary_tables=2, on_every_stage=_EMBEDDING
+        _gemma3,
+        norms=4,
+        qk_norm="head",
+        tied_by_default=True,
+        rotary_tables=2,
+        on_every_stage=_EMBEDDING,
+        windows=Windows(4096, every=6),
     ),
     "Gemma4ForCausalLM": Traits(
-        _gemma4, norms=4, qk_norm="head", tied_by_default=True, rotary_tables=2, on_every_stage=_EMBEDDING
+        _gemma4,
+        norms=4,
+        qk_norm="head",
+        tied_by_default=True,
+        rotary_tables=2,
+        on_every_stage=_EMBEDDING,
+        windows=Windows(512, every=6),
     ),
     "CohereForCausalLM": Traits(
         _dense, norms=1, tied_by_default=True, optional_qk_norm="all", on_every_stage=_EMBEDDING
     ),
     "Cohere2ForCausalLM": Traits(
-        _dense, norms=1, tied_by_default=True, optional_qk_norm="all", on_every_stage=_EMBEDDING
+        _dense,
+        norms=1,
+        tied_by_default=True,
+        optional_qk_norm="all",
+        on_every_stage=_EMBEDDING,
+        windows=Windows(4096, every=4),
     ),
     "Olmo2ForCausalLM": Traits(_dense, qk_norm="whole", rotary=False),
-    "Olmo3ForCausalLM": Traits(_dense, qk_norm="whole", rotary=False),
+    "Olmo3ForCausalLM": Traits(_dense, qk_norm="whole", rotary=False, windows=Windows(4096, every=4)),
     "OlmoeForCausalLM": Traits(_sparse, qk_norm="whole", on_every_stage=_ALL),
     "Glm4ForCausalLM": Traits(_dense, norms=4),
     "Glm4MoeForCausalLM": Traits(
         _sparse, optional_qk_norm="head", router_bytes=FLOAT32_BYTES, router_bias_bytes=FLOAT32_BYTES
     ),
-    "GptOssForCausalLM": Traits(_gpt_oss, rotary_bytes=FLOAT32_BYTES, on_every_stage=_ALL),
+    "GptOssForCausalLM": Traits(
+        _gpt_oss, rotary_bytes=FLOAT32_BYTES, on_every_stage=_ALL, windows=Windows(128, every=2)
+    ),
     "Llama4ForCausalLM": Traits(_llama4),
     "DeepseekForCausalLM": Traits(_deepseek),
     "DeepseekV2ForCausalLM": Traits(_deepseek),

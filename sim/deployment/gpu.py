@@ -37,6 +37,8 @@ class GpuSpec:
     source: str
     """The datasheet of the other figures."""
     aliases: tuple[str, ...] = ()
+    compute_capability: tuple[int, int] | None = None
+    """Of a card of NVIDIA's, as its table of CUDA GPUs has it; None for others, and where it is not known."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "hbm_bandwidth_bytes_per_s", "bf16_flops_per_s", "link_bytes_per_s"):
@@ -146,6 +148,7 @@ _GPUS = (
         memory_source=_LOG,
         source="NVIDIA A100 Tensor Core GPU datasheet (40GB)",
         aliases=("a100-40", "a100-40gb", "a100-sxm4-40gb", "a100-40-sxm"),
+        compute_capability=(8, 0),
     ),
     GpuSpec(
         name="A100-80GB-SXM",
@@ -160,6 +163,7 @@ _GPUS = (
         memory_source=_OOM,
         source="NVIDIA A100 80GB Tensor Core GPU datasheet",
         aliases=("a100", "a100-80", "a100-80gb", "a100-sxm4-80gb", "a100-sxm", "a100-80-sxm"),
+        compute_capability=(8, 0),
     ),
     GpuSpec(
         name="A100-40GB-PCIe",
@@ -174,6 +178,7 @@ _GPUS = (
         memory_source="as the SXM card",
         source="NVIDIA A100 Tensor Core GPU datasheet (40GB)",
         aliases=("a100-pcie-40gb", "a100-40-pcie"),
+        compute_capability=(8, 0),
     ),
     GpuSpec(
         name="A100-80GB-PCIe",
@@ -188,6 +193,7 @@ _GPUS = (
         memory_source="as the SXM card",
         source="NVIDIA A100 80GB Tensor Core GPU datasheet",
         aliases=("a100-80gb-pcie", "a100-80-pcie", "a100-pcie", "a100 80gb pcie", "a100-pcie-80gb"),
+        compute_capability=(8, 0),
     ),
     GpuSpec(
         name="H100-SXM",
@@ -202,6 +208,7 @@ _GPUS = (
         memory_source=_LOG,
         source="NVIDIA H100 Tensor Core GPU datasheet (SXM); dense is half of the figures with sparsity",
         aliases=("h100", "h100-80", "h100-80gb", "h100-sxm-80gb", "h100-80gb-sxm", "h100-mega-80gb"),
+        compute_capability=(9, 0),
     ),
     GpuSpec(
         name="H100-PCIe",
@@ -216,6 +223,7 @@ _GPUS = (
         memory_source="as the SXM card",
         source="NVIDIA H100 Tensor Core GPU datasheet (PCIe); dense is half of the figures with sparsity",
         aliases=("h100-pcie-80gb", "h100-80gb-pcie", "h100-80gb-hbm2e"),
+        compute_capability=(9, 0),
     ),
     GpuSpec(
         name="H100-NVL",
@@ -230,6 +238,7 @@ _GPUS = (
         memory_source=_OOM,
         source="NVIDIA H100 Tensor Core GPU datasheet (NVL, one card); dense is half of the figures with sparsity",
         aliases=("h100-94gb", "h100-nvl-94gb"),
+        compute_capability=(9, 0),
     ),
     GpuSpec(
         name="H200",
@@ -244,6 +253,7 @@ _GPUS = (
         memory_source=_OOM,
         source="NVIDIA H200 Tensor Core GPU datasheet (SXM); dense is half of the figures with sparsity",
         aliases=("h200-sxm", "h200-141gb", "h200-141", "h200-sxm-141gb"),
+        compute_capability=(9, 0),
     ),
     GpuSpec(
         name="B200",
@@ -258,6 +268,7 @@ _GPUS = (
         memory_source=_OOM,
         source="NVIDIA Blackwell datasheet (HGX B200, one eighth); dense is half of the figures with sparsity",
         aliases=("b200-sxm", "b200-180gb", "b200-192gb"),
+        compute_capability=(10, 0),
     ),
     GpuSpec(
         name="B300",
@@ -272,6 +283,7 @@ _GPUS = (
         memory_source=_OOM,
         source="NVIDIA Blackwell Ultra datasheet (HGX B300, one eighth); dense is half of the figures with sparsity",
         aliases=("b300-sxm", "b300-sxm6-ac", "b300-288gb"),
+        compute_capability=(10, 3),
     ),
     GpuSpec(
         name="L40S",
@@ -286,6 +298,7 @@ _GPUS = (
         memory_source=_LOG,
         source="NVIDIA L40S GPU datasheet",
         aliases=("l40s-48gb", "l40s-pcie-48gb"),
+        compute_capability=(8, 9),
     ),
     GpuSpec(
         name="L4",
@@ -300,6 +313,7 @@ _GPUS = (
         memory_source=_OOM,
         source="NVIDIA L4 Tensor Core GPU datasheet; dense is half of the figures with sparsity",
         aliases=("l4-24gb",),
+        compute_capability=(8, 9),
     ),
     GpuSpec(
         name="A10G",
@@ -314,6 +328,7 @@ _GPUS = (
         memory_source=_LOG,
         source="NVIDIA A10G GPU datasheet (AWS)",
         aliases=("a10g-24gb",),
+        compute_capability=(8, 6),
     ),
     GpuSpec(
         name="RTX-3090",
@@ -328,6 +343,7 @@ _GPUS = (
         memory_source=_LOG,
         source="NVIDIA Ampere GA102 architecture whitepaper (GeForce RTX 3090)",
         aliases=("3090", "rtx3090", "rtx-3090-24gb", "3090-24gb"),
+        compute_capability=(8, 6),
     ),
     GpuSpec(
         name="RTX-4090",
@@ -342,6 +358,7 @@ _GPUS = (
         memory_source=_LOG,
         source="NVIDIA Ada GPU architecture whitepaper (GeForce RTX 4090)",
         aliases=("4090", "rtx4090", "rtx-4090-24gb", "4090-24gb"),
+        compute_capability=(8, 9),
     ),
     GpuSpec(
         name="RTX-5090",
@@ -356,6 +373,7 @@ _GPUS = (
         memory_source=_LOG,
         source="NVIDIA RTX Blackwell GPU architecture whitepaper (GeForce RTX 5090)",
         aliases=("5090", "rtx5090", "rtx-5090-32gb", "5090-32gb"),
+        compute_capability=(12, 0),
     ),
     GpuSpec(
         name="MI300X",
@@ -384,6 +402,7 @@ _GPUS = (
         memory_source=_LOG,
         source="NVIDIA T4 Tensor Core GPU datasheet and product brief (memory); its units take fp16, not bf16",
         aliases=("t4-16gb",),
+        compute_capability=(7, 5),
     ),
     GpuSpec(
         name="V100-32GB-SXM",
@@ -398,6 +417,7 @@ _GPUS = (
         memory_source=_LOG,
         source="NVIDIA V100 Tensor Core GPU datasheet (SXM2); its units take fp16, not bf16",
         aliases=("v100", "v100-32gb", "v100-32", "v100-sxm2-32gb", "v100-sxm"),
+        compute_capability=(7, 0),
     ),
     GpuSpec(
         name="V100-16GB-SXM",
@@ -412,6 +432,7 @@ _GPUS = (
         memory_source=_OOM,
         source="NVIDIA V100 Tensor Core GPU datasheet (SXM2); its units take fp16, not bf16",
         aliases=("v100-16gb", "v100-16", "v100-sxm2-16gb"),
+        compute_capability=(7, 0),
     ),
     GpuSpec(
         name="A10",
@@ -426,6 +447,7 @@ _GPUS = (
         memory_source=_OOM,
         source="NVIDIA A10 Tensor Core GPU datasheet",
         aliases=("a10-24gb", "a10-pcie-24gb"),
+        compute_capability=(8, 6),
     ),
     GpuSpec(
         name="A40",
@@ -440,6 +462,7 @@ _GPUS = (
         memory_source="as the L40S, which has the same memory with the same ECC",
         source="NVIDIA A40 datasheet; dense is half of the figures with sparsity",
         aliases=("a40-48gb",),
+        compute_capability=(8, 6),
     ),
     GpuSpec(
         name="L40",
@@ -454,6 +477,7 @@ _GPUS = (
         memory_source="as the L40S, which has the same memory with the same ECC",
         source="NVIDIA L40 GPU datasheet",
         aliases=("l40-48gb",),
+        compute_capability=(8, 9),
     ),
     GpuSpec(
         name="RTX-A6000",
@@ -468,6 +492,7 @@ _GPUS = (
         memory_source=_OOM,
         source="NVIDIA Ampere GA102 architecture whitepaper (RTX A6000)",
         aliases=("a6000", "a6000-48gb", "rtx-a6000-48gb"),
+        compute_capability=(8, 6),
     ),
     GpuSpec(
         name="RTX-6000-Ada",
@@ -482,6 +507,7 @@ _GPUS = (
         memory_source=_OOM,
         source="NVIDIA RTX 6000 Ada Generation datasheet; dense is half of the figures with sparsity",
         aliases=("rtx-6000-ada-generation", "6000-ada", "rtx-6000-ada-48gb"),
+        compute_capability=(8, 9),
     ),
     GpuSpec(
         name="RTX-PRO-6000",
@@ -502,6 +528,7 @@ _GPUS = (
             "rtx-pro-6000-blackwell-workstation-edition",
             "rtx-pro-6000-blackwell-server-edition",
         ),
+        compute_capability=(12, 0),
     ),
     GpuSpec(
         name="H20",
@@ -516,6 +543,7 @@ _GPUS = (
         memory_source="nvidia-smi's 97,871 MiB less the 0.57 % that drivers keep of the H100",
         source="NVIDIA HGX H20 specification",
         aliases=("h20-96gb", "h20-sxm"),
+        compute_capability=(9, 0),
     ),
     GpuSpec(
         name="GH200-96GB",
@@ -530,6 +558,7 @@ _GPUS = (
         memory_source=_OOM,
         source="NVIDIA GH200 Grace Hopper Superchip datasheet (96 GB); dense is half of the figures with sparsity",
         aliases=("gh200", "gh200-480gb"),
+        compute_capability=(9, 0),
     ),
     GpuSpec(
         name="MI210",

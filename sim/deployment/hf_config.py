@@ -96,6 +96,8 @@ _MODEL_TYPES = {
     "minimax_m2": "MiniMaxM2ForCausalLM",
 }
 
+_NULL_SAYS_NONE = ("sliding_window",)
+"""Keys whose null is a statement, and not the same as leaving them out."""
 _INHERITED_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "model_type")
 
 _REFUSED = {
@@ -120,7 +122,8 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(inner, Mapping):
         return config
     outer = {key: config[key] for key in _INHERITED_KEYS if key in config}
-    return {**outer, **{key: value for key, value in inner.items() if value is not None}}
+    given = {key: value for key, value in inner.items() if value is not None or key in _NULL_SAYS_NONE}
+    return {**outer, **given}
 
 
 def _named(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> _Named:
@@ -299,8 +302,34 @@ def _rope(config: Mapping[str, Any], name: str) -> ConfigReader:
     return ConfigReader(inner if isinstance(inner, Mapping) else table, f"{name}, rope scaling")
 
 
+_ROPE_TYPES = (
+    "default",
+    "linear",
+    "dynamic",
+    "yarn",
+    "longrope",
+    "su",
+    "llama3",
+    "proportional",
+    "mrope",
+    "mllama4",
+    "ntk",
+    "deepseek_yarn",
+    "deepseek_llama_scaling",
+    "telechat3-yarn",
+)
+"""Kinds of rope scaling that vLLM 0.32 or an earlier release takes: ``get_rope`` in ``model_executor/layers/
+rotary_embedding`` and ``patch_legacy_rope_type`` in ``transformers_utils/config.py``."""
+
+
 def _kind(scaling: ConfigReader) -> str:
-    return str(scaling.config.get("rope_type") or scaling.config.get("type") or "default")
+    kind = str(scaling.config.get("rope_type") or scaling.config.get("type") or "default")
+    if kind not in _ROPE_TYPES:
+        raise ValueError(
+            f"{scaling.name}: vLLM refuses it: Unknown RoPE scaling type {kind!s:.40}; it must be one of "
+            f"{', '.join(_ROPE_TYPES)}"
+        )
+    return kind
 
 
 def _default_max_model_len(config: Mapping[str, Any], positions: int, name: str) -> int:

@@ -46,6 +46,8 @@ class LayoutRules(NamedTuple):
     """States take blocks; V0 keeps them outside, for max_num_seqs sequences."""
     counts_state_blocks: bool = True
     """A sequence takes blocks for its speculated and cached states; before, one."""
+    counts_checkpoints: bool = True
+    """A cached Mamba-2 state takes one more, for a checkpoint of the prefill."""
     start_check: str = "groups"
     """What a request needs at the start-up check: the sum of all "layers" as they are, though windows may have been
     merged since and groups be padded; the blocks of the "first group" in all stages' layers ("first group of all
@@ -294,11 +296,11 @@ def _token_page(wanted: _Wanted, index: int, layer: Layer) -> _Page:
 
 def _state_page(wanted: _Wanted, index: int, mixer: State, padded_bytes: int) -> _Page:
     size = _state_bytes(wanted, mixer)
-    blocks = 1 + wanted.num_speculative_tokens if wanted.rules.counts_state_blocks else 1
-    if (
-        wanted.prefix_caching and wanted.rules.counts_state_blocks
-    ):  # the state at the last block's end is kept beside the running one
-        blocks += 1 + mixer.checkpoint_blocks
+    blocks = 1
+    if wanted.rules.counts_state_blocks:
+        blocks += wanted.num_speculative_tokens
+        if wanted.prefix_caching:  # the state at the last block's end is kept beside the running one
+            blocks += 1 + mixer.checkpoint_blocks * wanted.rules.counts_checkpoints
     return _Page(index, STATE, wanted.block_size, max(size, padded_bytes), (size,), state_blocks=blocks)
 
 

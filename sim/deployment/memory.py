@@ -9,8 +9,8 @@ from windtunnel.sim.deployment.engine_args import BLOCK_SIZE, ENGINE, check_gpu_
 from windtunnel.sim.deployment.gpu import GIB, GpuSpec
 from windtunnel.sim.deployment.kv_layout import kv_layout
 from windtunnel.sim.deployment.memory_checks import Judgement, judge
-from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, MemoryPlan, make_plan
-from windtunnel.sim.deployment.memory_remedies import Remedy, find_remedies
+from windtunnel.sim.deployment.memory_plan import BOTH_ESTIMATES, DOES_NOT_START, MemoryPlan, in_use, make_plan
+from windtunnel.sim.deployment.memory_remedies import Remedy, find_remedies, largest_length
 from windtunnel.sim.deployment.memory_request import MemoryRequest
 from windtunnel.sim.deployment.model_spec import ModelSpec
 from windtunnel.sim.deployment.versions import VersionProfile, profile
@@ -19,8 +19,8 @@ from windtunnel.sim.deployment.versions import VersionProfile, profile
 class InfeasibleDeployment(Exception):
     """vLLM would not start like this; the message names the cause in vLLM's words and what to change.
 
-    ``largest_max_model_len`` (0 if nothing fits) and ``smallest_tensor_parallel_size`` (None if no size helps) are
-    the remedies as numbers.
+    ``largest_max_model_len`` (the longest that starts; 0 if none does) and ``smallest_tensor_parallel_size`` (None if
+    no size helps) are the remedies as numbers.
     """
 
     def __init__(self, message: str, largest_max_model_len: int, smallest_tensor_parallel_size: int | None) -> None:
@@ -162,9 +162,8 @@ def infeasible(plan: MemoryPlan, judgement: Judgement) -> InfeasibleDeployment:
         f"{request.model.name} on {request.tensor_parallel_size} x {request.gpu.name} at gpu_memory_utilization "
         f"{plan.settings.gpu_memory_utilization:g}"
     )
-    values = {remedy.flag: remedy.value for remedy in remedies}
-    largest = values.get("max_model_len", 0)
-    size = values.get("tensor_parallel_size")
+    size = next((remedy.value for remedy in remedies if remedy.flag == "tensor_parallel_size"), None)
+    largest = largest_length(plan, judgement)
     return InfeasibleDeployment(f"{judgement.reason}  ({where})  Remedy: {told}", largest, size)
 
 
@@ -202,7 +201,13 @@ def assumptions_of(plan: MemoryPlan) -> tuple[str, ...]:
     if plan.source == "kv_cache_memory_bytes":
         return ("The bytes of the KV cache were given; gpu_memory_utilization and the other parts did not enter.",)
     request = plan.request
-    free = "as given" if request.free_memory_bytes is not None else "if nothing else runs on it"
+    free = "as given"
+    if request.free_memory_bytes is None:
+        low, high = plan.free_interval
+        free = (
+            f"if nothing else runs on it: {low / GIB:.2f} to {high / GIB:.2f} GiB, after {in_use(request).source} and "
+            "the like"
+        )
     sentences = [
         f"{request.gpu.name} has {plan.total_bytes / GIB:.2f} GiB in all ({request.gpu.memory_source}); drivers differ "
         "by up to 0.3 %.",
@@ -212,6 +217,11 @@ def assumptions_of(plan: MemoryPlan) -> tuple[str, ...]:
     ]
     if request.measured is not None:
         sentences.insert(0, f"The pool is that of {request.measured.source}; the formula is only compared with it.")
+    if request.correction_bytes and request.correction_differs:
+        sentences.append(
+            f"The correction was learnt with another {', '.join(request.correction_differs)}: the interval is "
+            f"{BOTH_ESTIMATES:.2f} times as wide, since it carries the error of the estimate there, too."
+        )
     if request.max_loras:
         sentences.append(
             f"Slots for {request.max_loras} LoRA adapters of rank {request.max_lora_rank}, for all linear layers, are "

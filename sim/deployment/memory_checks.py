@@ -12,13 +12,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from windtunnel.sim.deployment.gpu import GIB
+from windtunnel.sim.deployment.memory_at_start import graph_spread
 from windtunnel.sim.deployment.memory_plan import (
     DOES_NOT_START,
     OK,
     RESERVE_BYTES,
     UNSAFE,
     MemoryPlan,
+    in_use,
 )
+from windtunnel.sim.deployment.profile_run import FLOAT32_BYTES, is_amd, sampler_bytes
 
 UNKNOWN_ARCHITECTURE = "architecture_not_supported"
 """The cause where a release has no such model."""
@@ -106,10 +109,15 @@ def _context(plan: MemoryPlan) -> Iterator[Judgement]:
 
 
 def _free_memory(plan: MemoryPlan) -> Iterator[Judgement]:
-    if plan.is_given or plan.source == "measured" or plan.free_bytes >= plan.requested_bytes:
+    at_best = plan.free_interval.high
+    if plan.is_given or plan.source == "measured" or at_best >= plan.requested_bytes:
         return
     share, total = plan.settings.gpu_memory_utilization, plan.total_bytes
-    known = "" if plan.request.free_memory_bytes is not None else " (an estimate: CUDA's context takes the rest)"
+    known = (
+        ""
+        if plan.request.free_memory_bytes is not None
+        else f" (an estimate: CUDA's context takes the rest; {gib(at_best)} at best)"
+    )
     most = math.floor(plan.free_bytes / total * 1000) / 1000
     why = f"{gib(plan.free_bytes)} of {gib(total)} are free{known}: gpu_memory_utilization can be {most:g} at most."
     if plan.request.rules.checks_free_memory and not plan.request.runs_on_v0:
@@ -119,13 +127,13 @@ def _free_memory(plan: MemoryPlan) -> Iterator[Judgement]:
             "or reduce GPU memory used by other processes."
         )
         yield Judgement(DOES_NOT_START, "free_memory_below_desired", error, why)
-    elif plan.free_bytes < plan.requested_bytes + plan.graphs_outside_bytes - plan.activation_bytes:
+    elif at_best < plan.requested_bytes + plan.graphs_outside_bytes - plan.activation_bytes:
         yield Judgement(DOES_NOT_START, "out_of_memory_kv_cache", _out_of("the KV cache is allocated"), why)
 
 
 def _weights(plan: MemoryPlan) -> Iterator[Judgement]:
     most = max(stage.weights_bytes for stage in plan.stages)
-    if plan.source == "measured" or most <= plan.free_bytes:
+    if plan.source == "measured" or most <= plan.free_interval.high:
         return
     yield Judgement(
         DOES_NOT_START,
@@ -137,7 +145,7 @@ def _weights(plan: MemoryPlan) -> Iterator[Judgement]:
 
 def _profile(plan: MemoryPlan) -> Iterator[Judgement]:
     needed = max(stage.weights_bytes for stage in plan.stages) + plan.activation_bytes + plan.non_torch_bytes
-    if plan.source == "measured" or needed <= plan.free_bytes:
+    if plan.source == "measured" or needed <= plan.free_interval.high:
         return
     yield Judgement(
         DOES_NOT_START,
@@ -251,7 +259,7 @@ def _states(plan: MemoryPlan) -> Iterator[Judgement]:
 def _given_pool(plan: MemoryPlan) -> Iterator[Judgement]:
     if not plan.is_given or plan.source == "measured":
         return
-    if plan.spent_bytes + plan.graphs_outside_bytes <= plan.free_bytes:
+    if plan.spent_bytes + plan.graphs_outside_bytes <= plan.free_interval.high:
         return
     yield Judgement(
         DOES_NOT_START,
@@ -279,47 +287,133 @@ _CHECKS: tuple[_Check, ...] = (
 # --- what makes it unsafe
 
 
-def _graphs_outside(plan: MemoryPlan) -> Iterator[Judgement]:
-    if plan.margin_bytes >= RESERVE_BYTES or not plan.graphs_outside_bytes or plan.is_given:
+def _unsure_free_memory(plan: MemoryPlan) -> Iterator[Judgement]:
+    """A share that is free on some start-ups of such cards and not on others."""
+    free, asked = plan.free_interval, plan.requested_bytes
+    checked = plan.request.rules.checks_free_memory and not plan.request.runs_on_v0
+    if plan.is_given or plan.source == "measured" or free.low >= asked or not checked:
         return
-    left = plan.free_bytes - plan.requested_bytes
     yield Judgement(
         UNSAFE,
-        "graphs_outside",
+        "free_memory_unsure",
         "",
-        f"CUDA graphs lie outside gpu_memory_utilization in {plan.request.version.label}: they take about "
-        f"{gib(plan.cudagraph_bytes)}, and {gib(left)} are left on the card beside the budget, so capture (or a later "
-        "step) may run out of memory.",
+        f"gpu_memory_utilization {plan.settings.gpu_memory_utilization:g} asks for {gib(asked)} of "
+        f"{gib(plan.total_bytes)}, and {gib(free.low)} to {gib(free.high)} are free when vLLM begins (an estimate, "
+        f"after {in_use(plan.request).source}): if it is less, it does not start.  --free-memory-gib tells what there "
+        "is.",
     )
 
 
+def _graphs_outside(plan: MemoryPlan) -> Iterator[Judgement]:
+    if plan.margin_bytes >= plan.safe_margin_bytes or not plan.graphs_outside_bytes or plan.is_given:
+        return
+    if plan.source == "measured":
+        return
+    spread = graph_spread(amd=is_amd(plan.request.gpu)).captured_bytes
+    beside, most = plan.free_interval.low - plan.requested_bytes, plan.cudagraph_bytes + spread
+    cause, step = _exhausted_step(plan, beside, most)
+    yield Judgement(
+        UNSAFE,
+        cause,
+        "",
+        f"CUDA graphs lie outside gpu_memory_utilization in {plan.request.version.label}: they take about "
+        f"{gib(plan.cudagraph_bytes)} (one start-up in twenty {gib(most)} or more), and "
+        f"{gib(plan.free_bytes - plan.requested_bytes)} are left on the card beside the budget, so {step} may run out "
+        "of memory.",
+    )
+
+
+def _exhausted_step(plan: MemoryPlan, beside: int, graphs: int) -> tuple[str, str]:
+    """Where memory would run out first, and the cause that it is.
+
+    The budget's part for activations is free while graphs are captured.  After them V1 warms the sampler up on as many
+    sequences as a step can have, with the logits of all of them (``compile_or_warm_up_model`` in ``gpu_worker.py``, as
+    read in 0.8.0 to 0.25.1); other steps come with the load.
+    """
+    left = beside + plan.activation_bytes - graphs
+    if left < 0:
+        return "graphs_outside", "their capture"
+    rows = min(plan.settings.max_num_seqs, plan.settings.max_num_batched_tokens)
+    if left < sampler_bytes(plan.request.model, plan.request.version, rows) and not plan.request.runs_on_v0:
+        return "sampler_warm_up", f"the warm-up of the sampler on {rows:,} sequences, which follows their capture,"
+    return "graphs_outside", "a step with as many tokens as in the profile run"
+
+
 def _small_margin(plan: MemoryPlan) -> Iterator[Judgement]:
-    spread = max(plan.overheads.error_bytes[1], 0) if plan.is_given else 0
-    if plan.margin_bytes >= max(RESERVE_BYTES, spread):
+    spread = plan.margin_spread_bytes
+    if plan.margin_bytes >= plan.safe_margin_bytes:
         return
     what = (
-        f"less than the {gib(spread)} by which the estimate of the other parts may be too low"
+        f"less than the {gib(spread)} by which {_uncertain(plan)} may be off"
         if spread > RESERVE_BYTES
         else f"less than the {RESERVE_BYTES / 2**20:.0f} MiB that vLLM keeps back when it suggests a pool"
     )
     yield Judgement(UNSAFE, "small_margin", "", f"Only {gib(plan.margin_bytes)} of the card stay free, {what}.")
 
 
-def _small_override(plan: MemoryPlan) -> Iterator[Judgement]:
-    """Before 0.20.1 V1 does not ask whether one request fits into the blocks that are given."""
-    if plan.source != "num_gpu_blocks_override" or plan.request.runs_on_v0:
+def _uncertain(plan: MemoryPlan) -> str:
+    """The estimates that the margin rests on."""
+    parts = ["what is free at the start"] if plan.request.free_memory_bytes is None else []
+    parts += ["the CUDA graphs"] if plan.cudagraph_bytes else []
+    parts += ["the estimate of the other parts"] if plan.is_given else []
+    return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
+
+
+def _overcorrected(plan: MemoryPlan) -> Iterator[Judgement]:
+    """A correction learnt elsewhere that leaves less for the other parts than they can do with."""
+    corrected = plan.request.correction_bytes
+    if plan.source != "formula" or corrected <= 0:
         return
-    length = plan.settings.max_model_len
-    needed = plan.layout.blocks_of_request(length)
-    if needed <= plan.num_gpu_blocks:
+    parts = plan.consumed_bytes - plan.weights_bytes
+    left, (least, why) = parts - min(corrected, parts), _least_parts(plan, parts)
+    if left >= least:
         return
+    capped = "; no more than all of it is given to the KV cache" if plan.overcorrection_bytes else ""
     yield Judgement(
         UNSAFE,
-        "small_override",
+        "overcorrected",
         "",
-        f"A request of {length:,} tokens takes {needed:,} blocks, and num_gpu_blocks_override gives "
-        f"{plan.num_gpu_blocks:,}: {plan.request.version.label} starts all the same, and such a request never runs "
-        "to its end.",
+        f"The correction of {corrected / GIB:+.2f} GiB leaves {gib(left)} of the budget for activations, non-torch "
+        f"memory and graphs inside it, which take {gib(parts)} by the estimate and {gib(least)} at least ({why})"
+        f"{capped}: it does not fit these settings.  Save one of a server that runs with them.",
+    )
+
+
+def _least_parts(plan: MemoryPlan, parts: int) -> tuple[int, str]:
+    """What the parts of the budget beside weights and KV cache cannot do without, and why.
+
+    The logits of all sequences of a step are there in the model's type and in float32, whatever else is.  Where the
+    correction was learnt with other settings, nothing says that the estimate's own interval does not hold here.
+    """
+    settings, model = plan.settings, plan.request.model
+    rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
+    each = model.dtype_bytes + (FLOAT32_BYTES if model.dtype_bytes < FLOAT32_BYTES else 0)
+    logits, low = rows * model.vocab_size * each, parts + plan.overheads.error_bytes[0]
+    if plan.request.correction_differs and low > logits:
+        return low, "in nineteen starts of twenty"
+    return logits, f"the logits of {rows:,} sequences alone"
+
+
+def _endless_request(plan: MemoryPlan) -> Iterator[Judgement]:
+    """A pool that passes the release's start-up check and does not hold one request of max_model_len.
+
+    The check was of fewer blocks than such a request takes in releases to 0.11 for windows and chunks, and left the
+    null block out only since 0.29; before 0.20.1 num_gpu_blocks_override was not asked at all.
+    """
+    length = plan.settings.max_model_len
+    if plan.runs(length):
+        return
+    cause = "small_override" if plan.given_by == "num_gpu_blocks_override" else "request_exceeds_pool"
+    there = "num_gpu_blocks_override gives" if cause == "small_override" else "the pool has"
+    null = ", one of which is never used" if plan.num_null_blocks else ""
+    longest = plan.longest_request()
+    yield Judgement(
+        UNSAFE,
+        cause,
+        "",
+        f"A request of {length:,} tokens takes {plan.layout.blocks_of_request(length):,} blocks, and {there} "
+        f"{plan.num_gpu_blocks:,}{null}: {plan.request.version.label} starts all the same, and such a request never "
+        f"runs to its end.  {f'The longest that does has {longest:,} tokens' if longest else 'None does'}.",
     )
 
 
@@ -329,27 +423,31 @@ def _small_pool(plan: MemoryPlan) -> Iterator[Judgement]:
     if low == plan.num_gpu_blocks:
         return
     found = next((each for check in (_length, _states) for each in check(worst)), None)
-    if found is None:
+    length = plan.settings.max_model_len
+    if found is None and (plan.request.fits_length or worst.runs(length)):
         return
-    needed = plan.blocks_needed(plan.settings.max_model_len)
+    needed = plan.blocks_needed(length) if found else plan.layout.blocks_of_request(length) + plan.num_null_blocks
     what = (
         f"max_num_seqs is {plan.settings.max_num_seqs:,}"
-        if found.cause == "mamba_blocks_exceeded"
-        else f"one request of {plan.settings.max_model_len:,} tokens takes {needed:,}"
+        if found and found.cause == "mamba_blocks_exceeded"
+        else f"one request of {length:,} tokens takes {needed:,}"
     )
+    then = "it may not start" if found else "such a request may never run to its end"
     yield Judgement(
         UNSAFE,
         "small_pool",
         "",
         f"The pool has {plan.num_gpu_blocks:,} blocks by the estimate, but one start in twenty has {low:,} or fewer, "
-        f"and {what}: it may not start.",
+        f"and {what}: {then}.",
     )
 
 
 _RISKS: tuple[_Check, ...] = (
+    _unsure_free_memory,
     _graphs_outside,
     _small_margin,
-    _small_override,
+    _overcorrected,
+    _endless_request,
     _small_pool,
 )
 

@@ -8,6 +8,7 @@ stages, are the pool.  Source: vLLM 0.32, ``v1/worker/gpu_worker.py`` and ``v1/c
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from windtunnel.sim.deployment.gpu import GIB
 from windtunnel.sim.deployment.kv_layout import KvLayout, LayoutRules, kv_layout
 from windtunnel.sim.deployment.layers import State
 from windtunnel.sim.deployment.lora import lora_bytes
+from windtunnel.sim.deployment.memory_at_start import COMMUNICATORS_FIRST, InUse, graph_spread, in_use_at_start
 from windtunnel.sim.deployment.memory_request import (
     MeasuredPool,
     MemoryRequest,
@@ -28,18 +30,28 @@ from windtunnel.sim.deployment.memory_request import (
 from windtunnel.sim.deployment.memory_rules import layout_rules
 from windtunnel.sim.deployment.model_spec import ModelSpec, kv_element_bytes, layers_of_stage
 from windtunnel.sim.deployment.overheads import Overheads, estimate_overheads
+from windtunnel.sim.deployment.profile_run import is_amd, release
 from windtunnel.sim.deployment.weights import Split
 
 OK, UNSAFE, DOES_NOT_START = "ok", "unsafe", "does_not_start"
 VERDICTS = (OK, UNSAFE, DOES_NOT_START)
 
 CONTEXT_BYTES = round(0.51 * GIB)
-"""In use before vLLM begins to measure: total less free in start-up logs of vLLM 0.19 on one H100 (20 of 20)."""
+"""In use before vLLM begins to measure: total less free in start-up logs of vLLM 0.19 on one H100 (20 of 20).  What a
+plan takes is that of its own card (``memory_at_start``)."""
 DISTRIBUTED_CONTEXT_BYTES = round(1.53 * GIB)
 """The same with several ranks, whose NCCL is set up before: median of 11 start-ups of vLLM 0.19 on H100."""
 RESERVE_BYTES = 150 * 2**20
 """What vLLM itself keeps back when it suggests a ``--kv-cache-memory`` (``gpu_worker.py``), since its profile can be
 slightly too low; a plan with less left on the card is unsafe."""
+BOTH_ESTIMATES = math.sqrt(2)
+"""How much wider the interval is with a correction that was learnt with other settings: it carries the error of the
+estimate there into the one here, and two errors of one size that know nothing of each other add up as their squares."""
+
+
+ESTIMATE_SETTINGS = ("engine", "max_num_batched_tokens", "max_num_seqs", "enforce_eager")
+"""What the estimate of the other parts depends on beside the model, the card and the parallelism, so that a correction
+learnt with another value is less sure."""
 
 
 class Interval(NamedTuple):
@@ -105,8 +117,16 @@ class MemoryPlan:
 
     @property
     def free_bytes(self) -> int:
-        """Free when vLLM starts: as given, or the total less what CUDA's context and NCCL take."""
+        """Free when vLLM starts: as given, or the total less what CUDA's context and NCCL typically take."""
         return free_at_start(self.request)
+
+    @property
+    def free_interval(self) -> Interval:
+        """The least and the most that is free, as far as start-ups on such cards tell; one number where it was given.
+
+        Only what fails with the most does not start; what fails with the least is unsafe.
+        """
+        return free_interval(self.request)
 
     @property
     def tightest(self) -> StageMemory:
@@ -184,16 +204,45 @@ class MemoryPlan:
 
     @property
     def spent_bytes(self) -> int:
-        """The budget, or what the parts sum up to where the pool was given, or was measured to be larger."""
-        parts = self.consumed_bytes + self.kv_cache_bytes
-        if self.is_given or (self.source == "measured" and parts > self.requested_bytes):
-            return parts
-        return self.requested_bytes
+        """The budget, or what the parts sum up to where the pool was given, or where they alone are more.
+
+        A measured pool lies within the budget, as vLLM makes it, be the other parts estimated too large; only weights
+        and pool that are more tell that the budget was another one.
+        """
+        if self.is_given:
+            return self.consumed_bytes + self.kv_cache_bytes
+        if self.source == "measured":
+            return max(self.requested_bytes, self.weights_bytes + self.kv_cache_bytes)
+        return max(self.requested_bytes, self.consumed_bytes)
 
     @property
     def margin_bytes(self) -> int:
         """Free on the card once the pool is there and the graphs are captured; below 0 it runs out of memory."""
         return self.free_bytes - self.spent_bytes - self.graphs_outside_bytes
+
+    @property
+    def margin_spread_bytes(self) -> int:
+        """By how much the margin may be too high: what is free, the graphs and, where the pool was given, the other
+        parts are estimates, whose errors know nothing of each other.  0 for a start-up that was measured."""
+        if self.source == "measured":
+            return 0
+        errors = [self.free_bytes - self.free_interval.low]
+        if self.cudagraph_bytes:
+            spread = graph_spread(amd=is_amd(self.request.gpu))
+            errors.append(spread.estimate_bytes if self.graphs_inside else spread.captured_bytes)
+        if self.is_given:
+            errors.append(max(self.overheads.error_bytes[1], 0))
+        return math.isqrt(sum(error**2 for error in errors))
+
+    @property
+    def safe_margin_bytes(self) -> int:
+        """The least margin of a plan that is ok."""
+        return max(RESERVE_BYTES, self.margin_spread_bytes)
+
+    @property
+    def overcorrection_bytes(self) -> int:
+        """What a correction gives more than there is: with it the KV cache would take a part of the weights' place."""
+        return max(self.request.correction_bytes - (self.consumed_bytes - self.weights_bytes), 0)
 
     # --- the pool
 
@@ -316,12 +365,26 @@ class MemoryPlan:
         by_memory = not overridden and num_blocks == min(each.num_blocks for each in self.stages)
         return max(there if by_memory else num_blocks * block, 0) - self.num_reserved_blocks * block
 
+    def runs(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens can come to its end, all alone; not every release asks at its start."""
+        if not self.holds(self.num_gpu_blocks, num_tokens):
+            return False
+        usable = self.num_gpu_blocks - self.num_null_blocks
+        return self.request.runs_on_v0 or self.layout.blocks_of_request(num_tokens) <= usable
+
     def largest_model_len(self) -> int:
         """The longest max_model_len up to the settings' that passes the start-up check; 0 if none does."""
+        return self._longest(lambda length: self.holds(self.num_gpu_blocks, length))
+
+    def longest_request(self) -> int:
+        """The tokens of the longest request up to max_model_len that starts and comes to its end; 0 if none does."""
+        return self._longest(self.runs)
+
+    def _longest(self, fits: Callable[[int], bool]) -> int:
         shortest, longest = 0, self.settings.max_model_len
         while shortest < longest:
             middle = (shortest + longest + 1) // 2
-            if self.holds(self.num_gpu_blocks, middle):
+            if fits(middle):
                 shortest = middle
             else:
                 longest = middle - 1
@@ -353,8 +416,23 @@ def free_at_start(request: MemoryRequest) -> int:
     """Bytes free on a GPU when vLLM starts: as given, or estimated."""
     if request.free_memory_bytes is not None:
         return request.free_memory_bytes
-    context = CONTEXT_BYTES if request.num_gpus == 1 else DISTRIBUTED_CONTEXT_BYTES
-    return request.gpu.memory_bytes - context
+    return max(request.gpu.memory_bytes - in_use(request).typical, 0)
+
+
+def free_interval(request: MemoryRequest) -> Interval:
+    """The least and the most of it that start-ups on such cards had."""
+    if request.free_memory_bytes is not None:
+        return Interval(request.free_memory_bytes, request.free_memory_bytes)
+    total, used = request.gpu.memory_bytes, in_use(request)
+    return Interval(max(total - used.high, 0), max(total - used.low, 0))
+
+
+def in_use(request: MemoryRequest) -> InUse:
+    """What lies on each of the cards before vLLM begins to count, if nothing else runs on it."""
+    ranks = request.tensor_parallel_size * request.pipeline_parallel_size
+    if request.model.num_moe_layers:  # whose replicas share the experts
+        ranks *= request.data_parallel_size
+    return in_use_at_start(request.gpu, several=ranks > 1 and release(request.version) >= COMMUNICATORS_FIRST)
 
 
 def make_plan(request: MemoryRequest, *, checks_budget: bool = True) -> MemoryPlan:
@@ -383,7 +461,7 @@ def _plan(request: MemoryRequest, settings: MemorySettings) -> MemoryPlan:
     budget = math.ceil(request.gpu.memory_bytes * settings.gpu_memory_utilization)
     others = overheads.activation_bytes + overheads.non_torch_bytes
     others += overheads.cudagraph_bytes * overheads.cudagraph_inside
-    available = [budget - held - others + request.correction_bytes for held in weights]
+    available = [budget - held - others + min(request.correction_bytes, others) for held in weights]
     source, given = _given(request, settings, layout)
     if given.available is not None:
         available = [given.available] * len(weights)
@@ -396,12 +474,22 @@ def _plan(request: MemoryRequest, settings: MemorySettings) -> MemoryPlan:
     num_blocks = layout.num_blocks(available) if given.num_blocks is None else given.num_blocks
     interval = Interval(num_blocks, num_blocks)
     if source == "formula":
-        low, high = overheads.error_bytes
-        interval = Interval(*(layout.num_blocks([left - more for left in available]) for more in (high, low)))
+        low, high = _error_bytes(request, overheads)
+        limits = [budget - held for held in weights]
+        ends = ([min(left - more, most) for left, most in zip(available, limits, strict=True)] for more in (high, low))
+        interval = Interval(*(layout.num_blocks(end) for end in ends))
     tightest = min(stages, key=lambda stage: stage.num_blocks)
     return MemoryPlan(
         request, settings, layout, overheads, stages, source, tightest.available_bytes, num_blocks, interval
     )
+
+
+def _error_bytes(request: MemoryRequest, overheads: Overheads) -> tuple[int, int]:
+    """The interval of the parts' error, with that of the correction where it was learnt with other settings."""
+    low, high = overheads.error_bytes
+    if not request.correction_bytes or not request.correction_differs:
+        return low, high
+    return round(low * BOTH_ESTIMATES), round(high * BOTH_ESTIMATES)
 
 
 class _Given(NamedTuple):
@@ -544,6 +632,7 @@ def _overheads(request: MemoryRequest, settings: MemorySettings) -> Overheads:
     sizes: dict[str, Any] = {
         "tensor_parallel_size": request.tensor_parallel_size,
         "pipeline_parallel_size": request.pipeline_parallel_size,
+        "data_parallel_size": request.data_parallel_size,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "max_model_len": settings.max_model_len,
@@ -552,6 +641,7 @@ def _overheads(request: MemoryRequest, settings: MemorySettings) -> Overheads:
         request.model,
         request.gpu,
         version=request.version,
+        expert_parallel=request.enable_expert_parallel,
         enforce_eager=request.enforce_eager,
         kv_cache_dtype=request.kv_cache_dtype,
         **sizes,

@@ -52,6 +52,8 @@ class MemoryRequest:
     """FIT for the longest that fits."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    dtype: str = "auto"
+    """As it was given; what it comes to is the model's own field."""
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
     enable_chunked_prefill: bool | None = None
@@ -79,6 +81,8 @@ class MemoryRequest:
     measured: MeasuredPool | None = None
     correction_bytes: int = 0
     """What a real start-up had more for the KV cache than the formula, added to its result."""
+    correction_differs: tuple[str, ...] = ()
+    """Settings that the estimate depends on and that start-up had otherwise."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
@@ -111,10 +115,13 @@ class MemoryRequest:
 
     def _check_release(self) -> None:
         version = self.version
-        if self.kv_cache_memory_bytes is not None:
-            version.check_options(["kv_cache_memory_bytes"])
-        if self.kv_offloading_gib is not None:
-            version.check_options(["kv_offloading_size"])
+        later = (option for option, (field, unset) in _LATER_OPTIONS.items() if getattr(self, field) != unset)
+        version.check_options(later)
+        if self.enable_expert_parallel and not self.model.has_experts:
+            raise RefusedByVllm(
+                "Number of experts in the model must be greater than 0 when expert parallelism is enabled.  "
+                f"{self.model.name} has none: leave --enable-expert-parallel out"
+            )
         if self.swap_space_gib is not None and version.swap_space_gib is None:
             raise RefusedByVllm(f"swap_space is no option of {version.label}: it went with vLLM 0.18; leave it out")
         if self.uses_v0_engine and version.v0 is None:
@@ -138,10 +145,13 @@ class MemoryRequest:
 
     @property
     def runs_on_v0(self) -> bool:
-        """Whether the older engine runs: as asked for, or since V1 of that release leaves models with states to it.
+        """Whether the older engine runs: as asked for, or since V1 of that release leaves models with states, or cards
+        older than Ampere, to it.
 
         Source: ``_is_v1_supported_oracle`` in ``engine/arg_utils.py``, as read in 0.8.4 to 0.10.2.
         """
+        if self.version.has_v0_engine and (self.gpu.compute_capability or _LEAST_OF_V1) < _LEAST_OF_V1:
+            return True
         falls_back = self.version.has_v0_engine and not self.rules.states_in_v1 and has_states(self.model)
         if falls_back and self.version.architecture_since(self.model.architecture):
             return self.uses_v0_engine
@@ -156,6 +166,17 @@ class MemoryRequest:
     def fits_length(self) -> bool:
         """Whether the longest max_model_len that fits is wanted."""
         return self.max_model_len == FIT
+
+
+_LEAST_OF_V1 = (8, 0)
+"""Compute capability that V1 asked for as long as there was V0."""
+_LATER_OPTIONS = {
+    "data_parallel_size": ("data_parallel_size", 1),
+    "disable_hybrid_kv_cache_manager": ("disable_hybrid_kv_cache_manager", False),
+    "kv_cache_memory_bytes": ("kv_cache_memory_bytes", None),
+    "kv_offloading_size": ("kv_offloading_gib", None),
+}
+"""Options that came after vLLM 0.8.0, the field that gives each, and its value where it is not given."""
 
 
 @dataclass(frozen=True, slots=True)

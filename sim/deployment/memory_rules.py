@@ -31,6 +31,7 @@ class MemoryRules:
     caches_states: bool
     """Prefix caching is on by default for models with states, too."""
     counts_state_blocks: bool
+    counts_checkpoints: bool
     refuses_states: bool
     """A max_num_seqs above the state blocks is refused.  0.18 and 0.19 captured fewer CUDA graphs then, and earlier
     releases looked at neither."""
@@ -76,6 +77,7 @@ class MemoryRules:
             self.mixes_layer_sizes,
             True,
             self.counts_state_blocks,
+            self.counts_checkpoints,
             self.start_check,
         )
 

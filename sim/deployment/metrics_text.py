@@ -71,6 +71,11 @@ class MetricsFacts:
     num_cpu_blocks: int | None = None
     cache_dtype: str | None = None
     enable_prefix_caching: bool | None = None
+    tokens_are_counted: bool = False
+    """Whether ``kv_cache_tokens`` is blocks x block_size, for want of a label."""
+    first_release: str | None = None
+    """The minor release since which there are such labels ("0.24"), and the last that has them; None is open."""
+    last_release: str | None = None
     num_requests_running: int | None = None
     """Over all engines."""
     num_requests_waiting: int | None = None
@@ -278,6 +283,8 @@ def _facts(samples: list[Sample], name: str, notes: list[str]) -> MetricsFacts:
     engines = _engines([sample for sample in samples if sample.name == _INFO], name, notes)
     if engines:
         smallest = min(engines, key=_pool_size)
+        values["tokens_are_counted"] = smallest.kv_cache_tokens is not None and _SIZE not in smallest.labels
+        values["first_release"], values["last_release"] = _releases(smallest)
         for key in _OF_SMALLEST:
             if getattr(smallest, key) is not None:
                 values[key], lines[key] = getattr(smallest, key), smallest.line
@@ -297,6 +304,24 @@ def _facts(samples: list[Sample], name: str, notes: list[str]) -> MetricsFacts:
         values["model"] = models[0]
         lines["model"] = next(sample.line for sample in samples if sample.labels.get("model_name"))
     return MetricsFacts(name=name, engines=tuple(engines), notes=tuple(notes), lines=lines, **values)
+
+
+_SIZE = "kv_cache_size_tokens"
+_SINCE = ((_SIZE, "0.24"), ("engine", "0.9"))
+"""Labels and the release that they came with, newest first."""
+_UNTIL = (("swap_space", "0.17"), ("swap_space_bytes", "0.17"))
+"""Labels and the last release that has them."""
+_LAST_WITHOUT_SIZE = "0.23"
+
+
+def _releases(engine: EngineCache) -> tuple[str | None, str | None]:
+    """The first and the last minor release that labels a server so."""
+    names = {*engine.labels, *(("engine",) if engine.engine else ())}
+    first = next((release for label, release in _SINCE if label in names), None)
+    last = next((release for label, release in _UNTIL if label in names), None)
+    if _SIZE in names:
+        return first, None
+    return first, last or _LAST_WITHOUT_SIZE
 
 
 def _first_present(samples: list[Sample], names: tuple[str, ...]) -> list[Sample]:
@@ -319,7 +344,7 @@ def _engines(infos: list[Sample], name: str, notes: list[str]) -> list[EngineCac
     engines = []
     for instance, group in groups.items():
         summed = _num_engines_summed(group, instance, notes)
-        engines += [_engine(info, instance, summed, name, notes) for info in group.values()]
+        engines += [_engine(info, instance, summed, name) for info in group.values()]
     return engines
 
 
@@ -336,16 +361,12 @@ def _num_engines_summed(group: Mapping[str, Sample], instance: str, notes: list[
     return len(group)
 
 
-def _engine(info: Sample, instance: str, num_engines: int, name: str, notes: list[str]) -> EngineCache:
+def _engine(info: Sample, instance: str, num_engines: int, name: str) -> EngineCache:
     labels = _Labels(info, name)
     blocks, size = labels.whole("num_gpu_blocks"), labels.whole("block_size")
     blocks = blocks // num_engines if blocks is not None else None
     tokens = labels.whole("kv_cache_size_tokens")
     counted = blocks * size if blocks is not None and size is not None else None
-    if tokens is None and counted is not None:
-        notes.append("kv_cache_tokens is num_gpu_blocks x block_size; for hybrid models that is more than fits")
-    elif tokens is not None and counted is not None and tokens != counted:
-        notes.append(f"{tokens:,} tokens are not {blocks:,} blocks of {size}: layers of several kinds share the blocks")
     return EngineCache(
         engine=info.labels.get("engine", ""),
         instance=instance,

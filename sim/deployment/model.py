@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,25 +14,39 @@ from windtunnel.sim.deployment.hf_config import model_from_config
 from windtunnel.sim.deployment.model_spec import ModelSpec, UnsupportedModel, WeightFormat, kv_element_bytes
 
 __all__ = [
+    "ModelFileMissing",
     "ModelSpec",
     "UnsupportedModel",
     "WeightFormat",
     "bundled_models",
+    "is_path",
     "kv_element_bytes",
     "load_model",
     "model_from_config",
     "other_names",
     "read_model_config",
+    "short_name",
 ]
 
 _DATA = Path(__file__).with_name("models.json")
+
+
+class ModelFileMissing(FileNotFoundError, ValueError):
+    """A model was given as a path, and no config.json is there."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(errno.ENOENT, what, path)
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
 
 
 def load_model(name_or_path: str) -> ModelSpec:
     """The bundled model of that name, or the model that a ``config.json`` describes.
 
     A name is a Hugging Face id or its short form ("llama-3.1-8b"), in any case; a path names the file or the folder
-    that holds it.  Raises OSError if a file that is there cannot be read.
+    that holds it, and the model is then called by its ``short_name``.  Raises OSError if a file that is there cannot
+    be read, and ModelFileMissing (an OSError and a ValueError) if nothing is at what can only be a path.
 
     Raises ValueError, naming the nearest bundled models, for a name that is neither; UnsupportedModel for a config
     whose architecture is not modelled.
@@ -38,12 +54,9 @@ def load_model(name_or_path: str) -> ModelSpec:
     entry = _bundled().get(name_or_path.casefold())
     if entry is not None:
         return model_from_config(entry["config"], entry["id"])
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
-        return model_from_config(_with_modelopt(_read_config(path), path), path.parent.name or path.stem)
-    raise ValueError(_unknown_model(name_or_path))
+    path = _config_path(name_or_path)
+    model = model_from_config(_with_modelopt(_read_config(path), path), name_or_path)
+    return replace(model, name=short_name(name_or_path))
 
 
 def read_model_config(name_or_path: str) -> tuple[dict[str, Any], Path | None]:
@@ -54,11 +67,46 @@ def read_model_config(name_or_path: str) -> tuple[dict[str, Any], Path | None]:
     entry = _bundled().get(name_or_path.casefold())
     if entry is not None:
         return dict(entry["config"]), None
+    path = _config_path(name_or_path)
+    return _read_config(path), path.parent
+
+
+def is_path(name_or_path: str) -> bool:
+    """Whether it can only be a path, be there something or not: no name of a repository is written like that."""
+    if name_or_path.casefold() in _bundled():
+        return False
+    return name_or_path.startswith(("/", ".", "~")) or name_or_path.endswith(".json") or name_or_path.count("/") > 1
+
+
+def short_name(name_or_path: str) -> str:
+    """What a model is called by: its name, or of a path the folder of the ``config.json``, or another file's own name
+    without its ending (files side by side are different models)."""
+    if name_or_path.casefold() in _bundled():
+        return name_or_path
+    path = Path(name_or_path).expanduser()
+    if path.name == "config.json":
+        path = path.parent
+    elif path.suffix == ".json":
+        return path.stem
+    elif not is_path(name_or_path) and not path.is_dir():
+        return name_or_path
+    return path.resolve().name or str(path)
+
+
+def _config_path(name_or_path: str) -> Path:
+    """The file that describes a model that is not bundled; raises ValueError as ``load_model`` does."""
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        path = path / "config.json"
+        if (path / "config.json").is_file():
+            return path / "config.json"
+        raise ModelFileMissing(name_or_path, "there is no config.json in this folder")
     if path.is_file():
-        return _read_config(path), path.parent
+        return path
+    if is_path(name_or_path):
+        raise ModelFileMissing(
+            name_or_path,
+            "no such file or folder; give a config.json, the folder of one, or a name (windtunnel models lists them)",
+        )
     raise ValueError(_unknown_model(name_or_path))
 
 

@@ -34,8 +34,8 @@ __all__ = [
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of one element, by the dtypes vLLM computes in."""
 
-KV_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
-"""Bytes of one cached element, by ``kv_cache_dtype``; "auto" is the model's own dtype."""
+KV_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes of one cached element; "auto" is the model's own dtype, and float32 comes of that only."""
 
 VOCAB_PADDING = 64
 """vLLM pads the rows of embedding and lm_head to a multiple of this before it shards them."""
@@ -175,6 +175,11 @@ class ModelSpec:
         if self.layers:
             object.__setattr__(self, "num_layers", len(self.layers))
             object.__setattr__(self, "num_moe_layers", sum(1 for layer in self.layers if layer.experts is not None))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer is a mixture of experts."""
+        return any(layer.experts is not None for layer in self.layers) if self.layers else self.num_moe_layers > 0
 
     @property
     def unpriced(self) -> str:
@@ -406,9 +411,11 @@ class ModelSpec:
                 f"{f' (vLLM: {printed})' if size < 1 or heads % size else ''}"
             )
 
-    def tensor_parallel_sizes(self, largest: int = 16) -> list[int]:
-        """Sizes up to ``largest`` that the model can be split into, in order."""
-        return [size for size in range(1, largest + 1) if not self._obstacle(size)]
+    def tensor_parallel_sizes(self, largest: int | None = None) -> list[int]:
+        """Sizes that the model can be split into, in order, those up to ``largest`` if it is given."""
+        most = self.num_attention_heads if largest is None else min(largest, self.num_attention_heads)
+        divisors = (size for size in range(1, most + 1) if self.num_attention_heads % size == 0)
+        return [size for size in divisors if not self._obstacle(size)]
 
     def _obstacle(self, size: int) -> str:
         """What cannot be shared out by ``size``, in words; "" if all can."""

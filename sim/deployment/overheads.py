@@ -18,6 +18,7 @@ from windtunnel.sim.deployment.gpu import GIB, GpuSpec
 from windtunnel.sim.deployment.layers import State
 from windtunnel.sim.deployment.model_spec import ModelSpec, kv_element_bytes
 from windtunnel.sim.deployment.profile_run import (
+    _routed_elements,
     encoder_cache_bytes,
     expert_buffers_bytes,
     is_amd,
@@ -81,6 +82,8 @@ class Constants:
     """More for each doubling of the group beyond two."""
     amd_single_bytes: float
     amd_several_bytes: float
+    replicas_bytes: float
+    """More where data-parallel replicas share their experts: the communicator by which they exchange tokens."""
     estimated_graphs_bytes: float
     estimated_graphs_layer_bytes: float
     """Of each layer, with all sizes captured."""
@@ -99,6 +102,8 @@ class Measured(NamedTuple):
     newest: tuple[int, ...]
     tensor_parallel_sizes: tuple[int, ...]
     """On NVIDIA cards."""
+    data_parallel_sizes: tuple[int, ...]
+    """On NVIDIA cards, of replicas that share their experts."""
     kinds: tuple[str, ...]
     error_scale: tuple[float, float]
     """90 % interval of errors on models left out, for an estimate of 1 GiB."""
@@ -111,6 +116,8 @@ def estimate_overheads(
     version: VersionProfile,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
+    data_parallel_size: int = 1,
+    expert_parallel: bool = False,
     max_num_batched_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
@@ -119,8 +126,10 @@ def estimate_overheads(
 ) -> Overheads:
     """Activations, non-torch memory and CUDA graphs of one GPU, with an interval for their error.
 
-    activation = constant + hidden states + max(logits * sampler, MLP) + experts' buffers + encoder outputs, after
-    ``profile_run``.  Neither the run nor the recorded start-ups depend on ``max_model_len`` and ``kv_cache_dtype``.
+    activation = constant + hidden states + max(logits * sampler, MLP, gathered experts) + experts' buffers + encoder
+    outputs, after ``profile_run``.  Neither the run nor the recorded start-ups depend on ``max_model_len`` and
+    ``kv_cache_dtype``.  Data-parallel replicas matter where they share experts; those of a dense model are engines of
+    their own.
 
     Raises ValueError for a value below 1, an unknown ``kv_cache_dtype`` or a split that the model does not allow.
     """
@@ -134,6 +143,8 @@ def estimate_overheads(
         max_num_seqs,
         enforce_eager,
         kv_cache_dtype,
+        data_parallel_size,
+        expert_parallel,
     )
     _check(setting, max_num_batched_tokens, max_model_len)
     shapes, measured = shapes_of(setting), measured_range()
@@ -162,6 +173,35 @@ class Setting(NamedTuple):
     max_num_seqs: int
     enforce_eager: bool = False
     kv_cache_dtype: str = "auto"
+    data_parallel_size: int = 1
+    expert_parallel: bool = False
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas exchange the tokens of their experts."""
+        return self.data_parallel_size > 1 and self.model.num_moe_layers > 0
+
+    @property
+    def gathered_tokens(self) -> int:
+        """Tokens that a rank's experts see in the profile run: with replicas, those of all of them.
+
+        Source: ``distributed/device_communicators/all2all.py``; both defaults, "naive" and later
+        "allgather_reducescatter", hand every rank the tokens of all.
+        """
+        return self.num_tokens * (self.data_parallel_size if self.shares_experts else 1)
+
+    @property
+    def routed_tokens(self) -> int:
+        """Those that the experts' kernels work on at once: before 0.18 in chunks (VLLM_FUSED_MOE_CHUNK_SIZE)."""
+        number = release(self.version)
+        if number >= (0, 18):
+            return self.gathered_tokens
+        return min(self.gathered_tokens, 16_384 if number >= (0, 12) else 32_768)
+
+    @property
+    def expert_shards(self) -> int:
+        """Parts that the width of an expert is split into."""
+        return 1 if self.expert_parallel else self.tensor_parallel_size * self.data_parallel_size
 
 
 class Shapes(NamedTuple):
@@ -171,6 +211,8 @@ class Shapes(NamedTuple):
     """One copy of the batch's hidden states."""
     sampler_bytes: int
     mlp_bytes: int
+    gathered_bytes: int
+    """Tokens of all replicas while the experts work on them; 0 for a single one."""
     kept_bytes: int
     """Experts' buffers and encoder outputs."""
     captured_layers: float
@@ -182,6 +224,7 @@ class Shapes(NamedTuple):
     cudagraph_inside: bool
     captures: bool
     """Not with enforce_eager."""
+    shares_experts: bool
 
 
 def shapes_of(setting: Setting) -> Shapes:
@@ -189,18 +232,33 @@ def shapes_of(setting: Setting) -> Shapes:
     model, gpu, version = setting.model, setting.gpu, setting.version
     tokens, size = setting.num_tokens, setting.tensor_parallel_size
     sizes = num_captured_sizes(setting.max_num_seqs, tokens) / MOST_SIZES
+    buffers = expert_buffers_bytes(model, gpu, version, setting.expert_shards, setting.routed_tokens)
     return Shapes(
         tokens * model.hidden_size * model.dtype_bytes,
         sampler_bytes(model, version, min(setting.max_num_seqs, tokens)),
         mlp_bytes(model, size, tokens),
-        expert_buffers_bytes(model, gpu, version, size, tokens) + encoder_cache_bytes(model, tokens),
+        _gathered_bytes(setting, buffers),
+        buffers + encoder_cache_bytes(model, tokens),
         _transformer_layers(model) / setting.pipeline_parallel_size * sizes,
         math.log2(size) - 1,
         release(version),
         is_amd(gpu),
         graphs_inside(gpu, version),
         not setting.enforce_eager,
+        setting.shares_experts,
     )
+
+
+def _gathered_bytes(setting: Setting, buffers_bytes: int) -> int:
+    """The tokens of all replicas, what the experts make of them, and between both the copies of each routed token,
+    unless buffers are kept for these."""
+    if not setting.shares_experts:
+        return 0
+    model = setting.model
+    experts = dict.fromkeys(layer.experts for layer in model.decoder_layers if layer.experts is not None)
+    routed = 0 if buffers_bytes else max(_routed_elements(model, each, setting.expert_shards) for each in experts)
+    elements = 2 * setting.gathered_tokens * model.hidden_size + setting.routed_tokens * routed
+    return elements * model.dtype_bytes
 
 
 def graphs_inside(gpu: GpuSpec, version: VersionProfile) -> bool:
@@ -238,7 +296,8 @@ class Parts(NamedTuple):
 
 def estimate_parts(shapes: Shapes, fitted: Constants) -> Parts:
     """The estimate with these constants."""
-    peak = max(sampling_bytes(shapes, fitted), shapes.mlp_bytes + fitted.hidden_copies_mlp * shapes.hidden_bytes)
+    dense = shapes.mlp_bytes + fitted.hidden_copies_mlp * shapes.hidden_bytes
+    peak = max(sampling_bytes(shapes, fitted), dense, shapes.gathered_bytes)
     return Parts(
         fitted.activation_bytes + shapes.kept_bytes + peak,
         _non_torch(shapes, fitted),
@@ -266,7 +325,8 @@ def _non_torch(shapes: Shapes, fitted: Constants) -> float:
     else:
         single = fitted.cuda_single_bytes if shapes.release >= (0, 18) else fitted.cuda_single_old_bytes
         several = fitted.cuda_several_bytes if shapes.release >= (0, 17) else fitted.cuda_several_old_bytes
-    return single if shapes.doublings < 0 else several + fitted.cuda_doubling_bytes * shapes.doublings
+    group = single if shapes.doublings < 0 else several + fitted.cuda_doubling_bytes * shapes.doublings
+    return group + fitted.replicas_bytes * shapes.shares_experts
 
 
 def _graphs(shapes: Shapes, fitted: Constants) -> tuple[float, float]:
@@ -303,6 +363,12 @@ def _outside(setting: Setting, measured: Measured) -> tuple[str, ...]:
     if setting.tensor_parallel_size not in measured.tensor_parallel_sizes:
         sizes = ", ".join(map(str, measured.tensor_parallel_sizes))
         found.append(f"tensor_parallel_size {setting.tensor_parallel_size} (measured: {sizes})")
+    replicas_measured = not is_amd(setting.gpu) and setting.data_parallel_size in measured.data_parallel_sizes
+    if setting.shares_experts and not replicas_measured:
+        sizes = ", ".join(map(str, measured.data_parallel_sizes))
+        found.append(f"data_parallel_size {setting.data_parallel_size} (measured: {sizes}, on NVIDIA cards)")
+    if setting.shares_experts and model.weight_format is not None:
+        found.append("data-parallel replicas of quantised experts")
     if setting.pipeline_parallel_size > 1 and setting.tensor_parallel_size > 1:
         found.append("pipelines of tensor-parallel groups")
     found += [f"models with {kind}" for kind in kinds_of(model) if kind not in measured.kinds]
@@ -315,11 +381,11 @@ def _assumptions(setting: Setting, shapes: Shapes, parts: Parts, outside: tuple[
     sampler_decides = (
         sampling_bytes(shapes, constants()) >= parts.activation_bytes - shapes.kept_bytes - constants().activation_bytes
     )
-    peak = (
-        f"the sampler on {rows:,} rows of {model.vocab_size:,} logits"
-        if sampler_decides
-        else f"the widest MLP on {setting.num_tokens:,} tokens"
-    )
+    peak = f"the widest MLP on {setting.num_tokens:,} tokens"
+    if sampler_decides:
+        peak = f"the sampler on {rows:,} rows of {model.vocab_size:,} logits"
+    elif shapes.gathered_bytes > shapes.mlp_bytes + constants().hidden_copies_mlp * shapes.hidden_bytes:
+        peak = f"the experts on {setting.gathered_tokens:,} tokens of all replicas"
     sentences = [
         f"Activations peak in {peak} ({parts.activation_bytes / GIB:.2f} GiB with hidden states and kept buffers).",
         f"Constants are fitted to {measured.start_ups} real start-ups of {measured.models} models; the 90 % interval "
@@ -345,6 +411,7 @@ def _check(setting: Setting, max_num_batched_tokens: int, max_model_len: int) ->
     values = {
         "tensor_parallel_size": setting.tensor_parallel_size,
         "pipeline_parallel_size": setting.pipeline_parallel_size,
+        "data_parallel_size": setting.data_parallel_size,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_num_seqs": setting.max_num_seqs,
         "max_model_len": max_model_len,

@@ -47,7 +47,7 @@ def read_startup_log(text: str | Iterable[str], *, name: str) -> StartupFacts:
     Colours, time stamps, process and container prefixes, CRLF, and JSON lines with the message in ``log``, ``message``
     and the like are understood.  Of several containers in one log the one that started last is read.
 
-    Raises ValueError if no line is one of vLLM's.
+    Raises ValueError if no line is one of vLLM's, and if two servers write to it in turns.
     """
     runs: dict[str, StartupRun] = {}
     for line, container, message in messages(text, _anchors()):
@@ -63,11 +63,22 @@ def read_startup_log(text: str | Iterable[str], *, name: str) -> StartupFacts:
             "'Avg prompt throughput:' and vLLM's memory errors. Give the server's output from its first line on"
         )
     container = max(runs, key=lambda key: runs[key].started_at)
+    _check_is_of_one_server(runs[container], name)
     facts = Summary(runs[container]).facts(name)
     if len(runs) == 1:
         return facts
     note = f"{len(runs)} containers write to this log; read is {container or 'the one without a name'}"
     return replace(facts, notes=(note, *facts.notes))
+
+
+def _check_is_of_one_server(run: StartupRun, name: str) -> None:
+    """Raise ValueError if two servers share the lines: figures of both would be taken for one's."""
+    if run.in_turns is not None:
+        line, label, pid, other = run.in_turns
+        raise ValueError(
+            f"{name}, line {line}: two servers write to this log in turns, {label} pid={pid} and {label} pid={other}, "
+            "so that their figures cannot be told apart; give the log of one of them, or the lines of its processes"
+        )
 
 
 @cache

@@ -41,6 +41,8 @@ class StartupRun:
 
     def __init__(self) -> None:
         self.num_startups = 0
+        self.pids: dict[str, list[str]] = {}
+        """By the name of a process, those that had it, in order; of all start-ups."""
         self._clear()
 
     def _clear(self) -> None:
@@ -56,25 +58,49 @@ class StartupRun:
         self.hints: dict[str, None] = {}
         self.errors: dict[tuple[str, tuple[tuple[str, float], ...]], StartupError] = {}
         self.oom_kind = "out_of_memory_weights"
-        self.started = False
+        self.ready_line = 0
         self.serving = _ServingLines()
         self.process_of_pid: dict[str, str] = {}
         self.notes: dict[str, None] = {}
+        self.in_turns: tuple[int, str, str, str] | None = None
+        """The line of a process whose successor wrote before it, the name of both, its pid and the successor's."""
 
     @property
     def has_facts(self) -> bool:
         """Whether any line was one of vLLM's."""
         return bool(self.stage or self.run_facts or self._has_served_or_failed())
 
+    @property
+    def started_line(self) -> int:
+        """The line that first says that the server came up; 0 if none does."""
+        return min((line for line in (self.ready_line, self.serving.first_line) if line), default=0)
+
     def _has_served_or_failed(self) -> bool:
         return bool(self.rank_facts or self.pools or self.serving.num_lines or self.errors or self.engine_blocks)
 
     def read(self, line: int, text: str) -> None:
         """Do what the line is for; most are for nothing."""
+        matters = False
         for anchor, actions in line_actions():
             if anchor in text:
+                matters = True
                 for act in actions:
                     act(self, line, text)
+        if matters:
+            self._note_pid(line, process_before(text, len(text)))
+
+    def _note_pid(self, line: int, process: Process) -> None:
+        """A process has one name in its server: if two of one name write in turns, two servers share the log.
+
+        (Workers of one name can be several in one server.  After a restart the former server writes no more.)
+        """
+        if not process.pid or not process.label.startswith(_ONE_PER_SERVER):
+            return
+        pids = self.pids.setdefault(process.label, [])
+        if process.pid in pids[:-1]:
+            self.in_turns = self.in_turns or (line, process.label, process.pid, pids[-1])
+        elif process.pid not in pids:
+            pids.append(process.pid)
 
     def begin_stage(self, stage: int, process: Process, line: int) -> None:
         """A start-up names its version, its arguments and its engine, in this order; what comes again begins anew.
@@ -106,6 +132,7 @@ class StartupRun:
         self.started_at = self.started_at or line
 
 
+_ONE_PER_SERVER = ("APIServer", "EngineCore")
 _Action = Callable[[StartupRun, int, str], None]
 
 
@@ -261,8 +288,8 @@ def _read_estimate_applied(run: StartupRun, line: int, text: str) -> None:
         run.see(run.run_facts, applied, line, process_before(text, match.start()))
 
 
-def _read_ready(run: StartupRun, _line: int, _text: str) -> None:
-    run.started = True
+def _read_ready(run: StartupRun, line: int, _text: str) -> None:
+    run.ready_line = run.ready_line or line
 
 
 class _ServingLines:
@@ -317,7 +344,6 @@ def _read_serving(run: StartupRun, line: int, text: str) -> None:
     if hit_rate := _HIT_RATE.search(text):
         serving.hit_rate = float(hit_rate[1])
     run.oom_kind = "out_of_memory_serving"
-    run.started = True
     run.touch(line)
 
 

@@ -60,6 +60,8 @@ class Summary:
         self._pool()
         ranks = self._ranks()
         self._memory(ranks)
+        if run.started_line:
+            self.lines["started"] = run.started_line
         if run.num_startups > 1:
             self.notes.insert(0, f"{run.num_startups} start-ups in it: the last, from line {run.started_at}, is read")
         return StartupFacts(
@@ -67,7 +69,7 @@ class Summary:
             non_default_args=run.args,
             hybrid_hints=(hints := (*run.hints, *self._hybrid_figures())),
             is_hybrid=True if hints else None,
-            started=run.started,
+            started=bool(run.started_line),
             errors=self._errors(),
             serving=run.serving.summary(),
             ranks=tuple(RankMemory(process, **_known(values)) for process, values in ranks.items()),

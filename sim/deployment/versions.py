@@ -156,6 +156,10 @@ class VersionProfile:
         """Default limits of a batch on this card."""
         return next(tier for tier in self.batch_tiers if tier.holds(gpu))
 
+    def is_at_least(self, release: str) -> bool:
+        """Whether it is that release or a later one."""
+        return _order(self.release) >= _order(release)
+
     def missing_options(self) -> tuple[str, ...]:
         """Options of later releases that this one does not know."""
         return tuple(name for name, since in _data()["options_since"].items() if _order(self.release) < _order(since))
@@ -165,7 +169,8 @@ class VersionProfile:
         missing = self.missing_options()
         for name in given:
             if name in missing:
-                since = _minor(_data()["options_since"][name])
+                since = _data()["options_since"][name]
+                since = since if _minor(since) == _minor(self.release) else _minor(since)
                 raise RefusedByVllm(
                     f"{name} is no option of {self.label}: it came with vLLM {since}; leave it out or take the "
                     f"engine vllm-{since} or a later one"
@@ -272,8 +277,17 @@ def _unknown(name: str, number: str) -> str:
     names = profile_names()
     near = _nearest(number) or ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.0))
     return (
-        f"unknown engine {name!r}; nearest: {near}; allowed: {', '.join(names)}, their published patch releases, vllm"
+        f"unknown engine {name!r}{_wrong_part(number)}; nearest: {near}; allowed: {', '.join(names)}, their published "
+        "patch releases, vllm"
     )
+
+
+def _wrong_part(number: str) -> str:
+    """Which part of the name is none: the patch of a release, or what follows "vllm" at all."""
+    patches = [release for release in _releases() if _minor(release) == _minor(number)]
+    if patches:
+        return f": {_minor(number)} has no patch release {number} ({', '.join(patches)})"
+    return "" if re.fullmatch(r"\d+(\.\d+)*", number) else f": {number!r} is no number of a release"
 
 
 def _nearest(number: str) -> str:

@@ -171,8 +171,8 @@ def memory(
         _flag(
             _TRUTH,
             "--from-deployment",
-            metavar="FILE|'vllm serve ...'",
-            help="A command line, compose file, Helm values or manifest: its settings.",
+            metavar="FILE[#NAME]|'vllm serve ...'",
+            help="A command line, compose file, Helm values or manifest: its settings; NAME is one of several servers.",
         ),
     ] = None,
     correction: Annotated[
@@ -200,7 +200,8 @@ def memory(
 
     Flags have the names, defaults and meaning of vllm serve.  Any of them takes several values: a list (1,2,4) or a
     range FIRST:LAST:STEP; then every combination is a line of a table.  The exit code is 4 if vLLM would not start, of
-    a table if it would start with none of the lines; 2 for a value that no release of vLLM takes, be it one of many.
+    a table if it would start with none of the lines; 2 for a value that no release of vLLM takes, be it one of many;
+    3 for a file that is missing or cannot be read, a config.json as well as a log.
 
     \b
     Examples:
@@ -218,7 +219,7 @@ def memory(
         "correction": correction,
         "mean_tokens": mean_tokens,
     }
-    _check_outputs((html, save_correction), (model, from_log, from_metrics, from_deployment))
+    _check_outputs((html, save_correction), (model, from_log, from_metrics, from_deployment, _file_of(from_deployment)))
     if save_correction is not None:
         _check_correction_file(save_correction)
     result = _planned(settings, files)
@@ -251,6 +252,11 @@ def _refused(error: ValueError) -> Exception:
     from windtunnel.cli.errors import EXIT_INTERNAL, exit_code
 
     return error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error))
+
+
+def _file_of(deployment: str | None) -> str | None:
+    """The file in FILE#NAME."""
+    return (deployment or "").rpartition("#")[0] or None
 
 
 def _check_outputs(paths: Sequence[Path | None], inputs: Sequence[Any]) -> None:
