@@ -46,13 +46,17 @@ def parts_of(plan: MemoryPlan) -> list[Part]:
     if abs(unexplained) >= DRAWN_BYTES:
         parts.append(Part("unexplained", unexplained, "@grey", unexplained_words(plan)))
     parts.append(Part("KV cache", plan.kv_cache_bytes, "@green", f"{plan.num_gpu_blocks:,} blocks"))
-    unused = 0 if plan.is_given else plan.available_kv_cache_bytes - plan.kv_cache_bytes
+    unused = (
+        0 if plan.is_given or plan.available_kv_cache_bytes < 0 else plan.available_kv_cache_bytes - plan.kv_cache_bytes
+    )
     if abs(unused) >= DRAWN_BYTES:
         parts.append(Part("unused budget", unused, "@grey", "less than a block, or another stage is tighter"))
     if not plan.graphs_inside and plan.cudagraph_bytes:
         parts.append(graphs)
     free = plan.total_bytes - sum(part.num_bytes for part in parts)
-    parts.append(Part("free", free, "@grey", "beside the budget"))
+    parts.append(
+        Part("free", free, "@grey", "beside the budget") if free >= 0 else Part("missing", free, "@vermillion")
+    )
     return parts
 
 

@@ -24,6 +24,10 @@ NO_REMEDY = (
     "or a smaller or quantised model."
 )
 
+CORRECTION_TOO_LARGE = (
+    "No flag mends a correction that does not fit: leave --correction out, or save one of such a server."
+)
+
 Row = tuple[str, str, str]
 
 

@@ -13,6 +13,7 @@ import pytest
 from windtunnel.cli.main import main
 from windtunnel.memory import MemoryReport, memory_plan, memory_sweep
 from windtunnel.memory_settings import request_of, serve_settings
+from windtunnel.reports.memory_figures import parts_of
 from windtunnel.scenarios.deployments import read_deployment
 from windtunnel.scenarios.deployments.options import options
 from windtunnel.scenarios.deployments.settings import SETTINGS
@@ -481,3 +482,54 @@ def test_the_line_of_a_plan_for_v0_picks_v0_when_it_is_read_again() -> None:
         == plan.num_gpu_blocks
         != memory_plan("llama-3.1-8b", "h100", engine="vllm-0.9").num_gpu_blocks
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({"model": "llama-3.3-70b", "gpu": "h100", "kv_cache_memory_bytes": "16GiB", "max_model_len": "8k"}, 4),
+        ({"model": "qwen3.5-27b", "gpu": "l40s", "num_gpu_blocks_override": 500}, 2),
+        (
+            {
+                "model": "gemma-3-27b",
+                "gpu": "l40s",
+                "engine": "vllm-0.14",
+                "kv_cache_memory_bytes": "4GiB",
+                "max_model_len": 8192,
+            },
+            2,
+        ),
+    ],
+)
+def test_more_gpus_are_a_remedy_where_the_pool_is_given_and_the_weights_do_not_fit(
+    settings: dict[str, Any], size: int
+) -> None:
+    plan = memory_plan(**settings)
+    remedy = next(remedy for remedy in plan.judged.remedies if remedy.flag == "tensor_parallel_size")
+    assert (remedy.value, remedy.verdict) == (size, "ok")
+    assert memory_plan(**settings, tensor_parallel_size=size).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "free", "length"), [("llama-3.1-8b", "h100", 40, 8192), ("qwen2.5-7b", "l40s", 30, 2048)]
+)
+def test_beside_a_large_neighbour_the_largest_share_that_is_ok_is_found(
+    model: str, gpu: str, free: int, length: int
+) -> None:
+    plan = memory_plan(model, gpu, free_memory_gib=free, max_model_len=length)
+    assert plan.verdict == "does_not_start"
+    remedy = next(remedy for remedy in plan.judged.remedies if remedy.flag == "gpu_memory_utilization")
+    assert remedy.verdict == "ok"
+
+    def verdict(share: float) -> str:
+        return memory_plan(model, gpu, free_memory_gib=free, max_model_len=length, gpu_memory_utilization=share).verdict
+
+    assert verdict(remedy.value) == "ok"
+    assert verdict(round(remedy.value + 0.001, 3)) != "ok"
+
+
+def test_what_does_not_fit_is_missing_in_the_figure_as_in_the_table() -> None:
+    plan = memory_plan("llama-3.3-70b", "h100").judged.plan
+    missing = parts_of(plan)[-1]
+    assert missing.name == "missing"
+    assert missing.num_bytes == plan.margin_bytes < 0

@@ -241,9 +241,10 @@ class MemoryReport:
     @property
     def row(self) -> MemoryRow:
         """What reports are made of."""
-        from windtunnel.reports.memory_text import NO_REMEDY, MemoryRow
+        from windtunnel.reports.memory_text import CORRECTION_TOO_LARGE, NO_REMEDY, MemoryRow
 
         judged = self.judged
+        usual = CORRECTION_TOO_LARGE if judged.judgement.cause == "overcorrected" else NO_REMEDY
         command = "" if self.is_infeasible and not judged.remedies else self.serve_command
         return MemoryRow(
             judged,
@@ -254,7 +255,7 @@ class MemoryReport:
             command,
             self.origins,
             self.warnings,
-            self.advice or NO_REMEDY,
+            self.advice or usual,
         )
 
 

@@ -43,7 +43,9 @@ def read_helm(tree: Tree, base_dir: Path) -> list[ImportedDeployment]:
 
 def _model(spec: Tree, base_dir: Path) -> ImportedDeployment:
     reading = Reading(spec.source)
-    reading.image(f"{spec.text('repository')}:{spec.text('tag')}", spec.get("tag").source)
+    repository, tag = spec.text("repository"), spec.text("tag")
+    if repository or tag:
+        reading.image(f"{repository}:{tag}", spec.get("tag").source)
     _surroundings(spec, reading)
     words = [*_front(spec, reading), *_config(spec, reading)]
     read_arguments(words, reading, SERVE, base_dir)

@@ -25,8 +25,6 @@ BUDGET_STEP = 256
 """Token budgets are proposed in multiples of it."""
 SHARE_STEPS = 1000
 """Shares are proposed in thousandths."""
-MOST_LESS = 250
-"""By how many of them a share is lowered at most."""
 
 
 class Remedy(NamedTuple):
@@ -158,13 +156,13 @@ def _utilization(plan: MemoryPlan, judgement: Judgement) -> Remedy | None:
         return None
     share = plan.settings.gpu_memory_utilization
     if judgement.cause in _TOO_MUCH:
-        first = math.ceil(share * SHARE_STEPS) - 1
-        shares = range(first, max(first - MOST_LESS, 0), -1)
+        most_free = math.floor(plan.free_interval.high / plan.total_bytes * SHARE_STEPS)
+        shares = range(min(math.ceil(share * SHARE_STEPS) - 1, most_free), 0, -1)
     else:
         largest = min(LARGEST_UTILIZATION, free_at_start(plan.request) / plan.total_bytes)
         shares = range(math.floor(share * SHARE_STEPS) + 1, math.floor(largest * SHARE_STEPS) + 1)
     values = [thousandths / SHARE_STEPS for thousandths in shares]
-    found = _smallest(plan.request, "gpu_memory_utilization", values, judgement, points=26)
+    found = _smallest(plan.request, "gpu_memory_utilization", values, judgement, points=64)
     return _remedy("gpu_memory_utilization", found, _cost_of_share(share))
 
 
@@ -269,7 +267,7 @@ def _eager(plan: MemoryPlan, judgement: Judgement) -> Remedy | None:
 
 
 def _tensor_parallel(plan: MemoryPlan, judgement: Judgement) -> Remedy | None:
-    if judgement.cause in _OF_ONE_CARD or plan.is_given:
+    if judgement.cause in _OF_ONE_CARD or _was_given_to_a_server(plan):
         return None
     size = plan.request.tensor_parallel_size
     sizes = [each for each in plan.request.model.tensor_parallel_sizes(LARGEST_TENSOR) if each > size]
@@ -279,7 +277,7 @@ def _tensor_parallel(plan: MemoryPlan, judgement: Judgement) -> Remedy | None:
 
 def _pipeline_parallel(plan: MemoryPlan, judgement: Judgement) -> Remedy | None:
     """Stages, where no tensor-parallel size helps."""
-    if judgement.cause in _OF_ONE_CARD or plan.is_given:
+    if judgement.cause in _OF_ONE_CARD or _was_given_to_a_server(plan):
         return None
     if _tensor_parallel(plan, judgement) is not None:
         return None
@@ -304,6 +302,11 @@ _OF_ONE_CARD = (
 def _unmeasured(request: MemoryRequest) -> MemoryRequest:
     """A pool that was measured, and what it taught, hold for one split only."""
     return replace(request, measured=None, correction_bytes=0)
+
+
+def _was_given_to_a_server(plan: MemoryPlan) -> bool:
+    """Then what it would be given on more GPUs is unknown."""
+    return plan.source == "measured" and plan.is_given
 
 
 def _cost_of_gpus(before: MemoryPlan) -> Callable[[MemoryPlan], str]:
