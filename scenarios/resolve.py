@@ -19,7 +19,7 @@ from windtunnel.sim.cost.roofline import RooflineCost, RooflineFactors
 from windtunnel.sim.deployment.engine_args import ENGINE
 from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu, siblings
 from windtunnel.sim.deployment.memory import KvPool
-from windtunnel.sim.deployment.model import ModelSpec, load_model
+from windtunnel.sim.deployment.model import ModelFileUnreadable, ModelSpec, load_model
 from windtunnel.sim.deployment.versions import VersionProfile, profile
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.dynamic import DynamicConfig
@@ -272,8 +272,8 @@ def _model(ledger: Ledger) -> ModelSpec | None:
     except OSError as error:
         raise ScenarioUnreadable(f"cannot read model {path}: {error.strerror or error}") from error
     except ScenarioError as error:
-        is_file = path.exists() or isinstance(error.__cause__, OSError)
-        raise (ScenarioUnreadable(str(error)) if is_file else error) from error.__cause__
+        is_unreadable = isinstance(error.__cause__, OSError | ModelFileUnreadable)
+        raise (ScenarioUnreadable(str(error)) if is_unreadable else error) from error.__cause__
     if not path.exists() and name != model.name:
         ledger.notes.append(f"Model {name} is {model.name}.")
     dtype = _DTYPE_ALIASES.get(given.dtype or "auto", given.dtype or "auto")

@@ -16,7 +16,7 @@ from windtunnel.sim.deployment.engine_args import ENGINE, check_gpu_memory_utili
 from windtunnel.sim.deployment.gpu import GIB, GpuSpec, bundled_gpus, load_gpu
 from windtunnel.sim.deployment.kv_dtypes import check_kv_dtype, check_kv_dtype_name
 from windtunnel.sim.deployment.memory_request import FIT, MemoryRequest
-from windtunnel.sim.deployment.model import ModelSpec, UnsupportedModel, bundled_models, is_path, load_model
+from windtunnel.sim.deployment.model import ModelFileUnreadable, ModelSpec, UnsupportedModel, bundled_models, load_model
 from windtunnel.sim.deployment.model_spec import DTYPE_BYTES
 from windtunnel.sim.deployment.refusal import RefusedByVllm
 from windtunnel.sim.deployment.versions import VersionProfile, profile
@@ -84,7 +84,7 @@ def _model(given: str | ModelSpec | None, dtype: str) -> ModelSpec:
 def _loaded(given: str) -> ModelSpec:
     """The model by name, or that of a config file or its folder, which is called as it was given.
 
-    Raises MemoryInputUnreadable for a file that is missing or that no model can be read from.
+    Raises MemoryInputUnreadable for a file that is missing or is not JSON, ValueError for what a config lacks.
     """
     try:
         model = load_model(given)
@@ -93,8 +93,8 @@ def _loaded(given: str) -> ModelSpec:
     except OSError as error:
         raise MemoryInputUnreadable(f"--model: {given}: {error.strerror or error}") from None
     except ValueError as error:
-        is_file = is_path(given) or Path(given).expanduser().exists()
-        raise (MemoryInputUnreadable if is_file else ValueError)(f"--model: {error}") from None
+        kind = MemoryInputUnreadable if isinstance(error, ModelFileUnreadable) else ValueError
+        raise kind(f"--model: {error}") from None
     return model if model.name in bundled_models() else replace(model, name=given)
 
 

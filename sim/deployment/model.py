@@ -15,6 +15,7 @@ from windtunnel.sim.deployment.model_spec import ModelSpec, UnsupportedModel, We
 
 __all__ = [
     "ModelFileMissing",
+    "ModelFileUnreadable",
     "ModelSpec",
     "UnsupportedModel",
     "WeightFormat",
@@ -41,12 +42,17 @@ class ModelFileMissing(FileNotFoundError, ValueError):
         return f"{self.filename}: {self.strerror}"
 
 
+class ModelFileUnreadable(ValueError):
+    """A file that should describe a model is not JSON, or not one object of it."""
+
+
 def load_model(name_or_path: str) -> ModelSpec:
     """The bundled model of that name, or the model that a ``config.json`` describes.
 
     A name is a Hugging Face id or its short form ("llama-3.1-8b"), in any case; a path names the file or the folder
     that holds it, and the model is then called by its ``short_name``.  Raises OSError if a file that is there cannot
-    be read, and ModelFileMissing (an OSError and a ValueError) if nothing is at what can only be a path.
+    be read, ModelFileMissing (an OSError and a ValueError) if nothing is at what can only be a path, and
+    ModelFileUnreadable (a ValueError) for what is no JSON object.
 
     Raises ValueError, naming the nearest bundled models, for a name that is neither; UnsupportedModel for a config
     whose architecture is not modelled.
@@ -142,13 +148,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
+        raise ModelFileUnreadable(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text (byte {error.object[error.start]:#04x})") from None
+        raise ModelFileUnreadable(f"{path}: not UTF-8 text (byte {error.object[error.start]:#04x})") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not usable JSON ({error})") from None
+        raise ModelFileUnreadable(f"{path}: not usable JSON ({error})") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path}: a config.json holds one JSON object, this holds {type(config).__name__}")
+        raise ModelFileUnreadable(f"{path}: a config.json holds one JSON object, this holds {type(config).__name__}")
     return config
 
 
