@@ -5,10 +5,12 @@
 It needs torch, triton and numpy, and no installation.  DIR/gpu_check.json is written after each section: the card and
 its measured ceilings; whether kernels and a model are right on it; each kernel's share of the ceilings; step times of
 Llama-3.1-8B with random weights; an engine under load; other tiles of the attention kernels.  What fails is recorded,
-and the rest goes on.  The exit status is 1 if a section failed or a result was wrong.
+and the rest goes on.  The exit status is 0 if all was done and right, 1 if something failed or was wrong, and 3 if
+something was left out because the time was up (but for autotune, a search that takes what time there is); the last
+lines and the file's "verdict" say what.  Targets that were missed or not measured are listed, and no failure.
 
-``--dry-run`` runs the same code at tiny sizes on a CPU, in plain torch, or in Triton's interpreter if
-TRITON_INTERPRET=1: to try the script, not to measure.
+``--dry-run`` runs the same code at tiny sizes on a CPU: to try the script, not to measure.  In plain torch nothing is
+checked either, because torch is compared with itself; with TRITON_INTERPRET=1 the kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ if not __package__:  # run as a script: this folder is on the path, but its pare
 import torch
 
 from benchmarks.gpu import card, engine_check, kernel_check, model_check
+from benchmarks.gpu.points import NO_TIME
 from benchmarks.kernels import (
     attention_decode,
     attention_prefill,
@@ -45,6 +48,8 @@ from windtunnel.executor.reference import TorchOps
 
 Section = Callable[[], Any]
 KERNELS = (attention_decode, attention_prefill, rms_norm, rope_store, silu_and_mul, gather, sample, linear)
+RIGHT, WRONG, INCOMPLETE = 0, 1, 3
+"""Exit statuses; 2 is a wrong flag's."""
 DECODE_SHARE, PREFILL_SHARE, NORM_SHARE, OVERHEAD_S = 0.85, 0.60, 0.85, 0.5e-3
 
 
@@ -64,14 +69,18 @@ class Check:
             "format": "windtunnel gpu_check 1",
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "dry_run": bench.tiny,
+            "operations": type(bench.ops).__name__,
             "budget_s": budget_s,
             "card": card.describe(),
             "sections": {},
             "targets": [],
+            "verdict": {},
         }
 
-    def run(self) -> bool:
-        """All sections, the most valuable first; whether none failed and nothing was wrong."""
+    def run(self) -> int:
+        """All sections, the most valuable first; the exit status."""
+        if isinstance(self._bench.ops, TorchOps):
+            print("these are torch's operations, compared with themselves: that they are right says nothing")
         for name, section, share in (
             ("ceilings", self._measure_ceilings, 1.0),
             ("kernels_right", self._check_kernels, 0.3),
@@ -83,7 +92,14 @@ class Check:
             ("tensor_parallel", self._time_shares, 1.0),
         ):
             self._run_section(name, section, share)
-        return self._is_fine()
+        verdict = self.report["verdict"] = _verdict(self.report["sections"])
+        self._write()
+        for what, names in verdict.items():
+            for name in names:
+                print(f"{what.upper()}: {name}")
+        if verdict["failed"] or verdict["wrong"]:
+            return WRONG
+        return INCOMPLETE if verdict["not done"] else RIGHT
 
     # -- sections
 
@@ -95,8 +111,9 @@ class Check:
 
     def _check_kernels(self) -> list[dict[str, Any]]:
         rows = kernel_check.check(self._bench.ops, self._bench.place, tiny=self._tiny, more=self._more)
-        wrong = [row for row in rows if not row["passed"]]
-        print(f"  {len(rows) - len(wrong)} of {len(rows)} results are right")
+        compared = [row for row in rows if "passed" in row]
+        wrong = [row for row in compared if not row["passed"]]
+        print(f"  {len(compared) - len(wrong)} of {len(compared)} results are right")
         for row in wrong:
             print(f"  WRONG {row}")
         return rows
@@ -105,7 +122,7 @@ class Check:
         copy, matmul = self._ceilings.get("copy_bytes_per_s"), self._ceilings.get("matmul_flops_per_s")
         for module in KERNELS:
             if not self._more():
-                yield {"op": module.__name__.rpartition(".")[2], "skipped": "no time left"}
+                yield {"op": module.__name__.rpartition(".")[2], "skipped": NO_TIME}
                 continue
             try:
                 rows = module.bench(self._bench)
@@ -161,10 +178,12 @@ class Check:
     def _time_shares(self) -> list[dict[str, Any]]:
         """One rank's share of the model, without communication."""
         self._model.close()
-        found = []
+        found: list[dict[str, Any]] = []
         points = [engine_check.Point(64, 1024), engine_check.Point(chunk=2048, cached=0)]
         for tp_size in (2, 8) if not self._tiny else (2,):
-            if self._more():
+            if not self._more():
+                found.append({"tp_size": tp_size, "skipped": NO_TIME})
+            else:
                 share = engine_check.ModelOnCard(
                     self._bench.ops, self._bench.device, dtype=self._bench.dtype, tiny=self._tiny, tp_size=tp_size
                 )
@@ -213,14 +232,47 @@ class Check:
         partial.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
         partial.replace(self._path)
 
-    def _is_fine(self) -> bool:
-        sections = self.report["sections"]
-        results = [*_result(sections, "kernels_right", []), *_result(sections, "model_right", [])]
-        return all(told["status"] != "failed" for told in sections.values()) and all(row["passed"] for row in results)
+
+def _verdict(sections: dict[str, Any]) -> dict[str, list[str]]:
+    """What failed, what was wrong, and what was not done for lack of time."""
+    results = [(name, row) for name in ("kernels_right", "model_right") for row in _result(sections, name, [])]
+    failed = [f"section {name}" for name, told in sections.items() if told["status"] == "failed"]
+    failed += [f"benchmark {row['op']}" for row in _result(sections, "kernels", []) if "failed" in row]
+    failed += [f"all tiles of {what}" for what in _all_failed(_result(sections, "autotune", {}).get("tried", []))]
+    wrong = [f"{name}: {_name(row)}" for name, row in results if not row.get("passed", True)]
+    not_done = [f"section {name}" for name, told in sections.items() if told["status"] == "skipped"]
+    not_done += [
+        f"{name}: {_name(row)}"
+        for name, told in sections.items()
+        if name != "autotune"
+        for row in _rows_in(told.get("result"))
+        if row.get("skipped") == NO_TIME
+    ]
+    return {"failed": failed, "wrong": wrong, "not done": not_done}
+
+
+def _all_failed(tried: Sequence[dict[str, Any]]) -> list[str]:
+    """Kernels and shapes of which no tile ran; that some do not is in the nature of a search."""
+    works = {f"{row['kernel']} {row['shape']}": False for row in tried if "failed" in row}
+    works |= {f"{row['kernel']} {row['shape']}": True for row in tried if "median_s" in row}
+    return [name for name, does in works.items() if not does]
+
+
+def _rows_in(result: Any) -> Iterator[dict[str, Any]]:
+    """All rows of a section, however deep."""
+    if isinstance(result, dict):
+        yield result
+    for value in result.values() if isinstance(result, dict) else result if isinstance(result, list) else ():
+        yield from _rows_in(value)
+
+
+def _name(row: dict[str, Any]) -> str:
+    """What a row is about."""
+    return ", ".join(str(row[key]) for key in ("claim", "op", "case", "point", "tp_size") if key in row)
 
 
 def _targets(sections: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The shares that the kernels are meant to reach, as far as they were measured."""
+    """What the kernels and the executor are meant to reach; what was not measured is not met."""
     rows = [row for row in _result(sections, "kernels", []) if "shape" in row]
 
     def worst(op: str, share: str, *shapes: str) -> float | None:
@@ -236,13 +288,10 @@ def _targets(sections: dict[str, Any]) -> Iterator[dict[str, Any]]:
          worst("rope_store", "share_of_copy", "8192, kv bf")),
     )  # fmt: skip
     for name, target, value in kinds:
-        if value is not None:
-            yield {"target": name, "at_least": target, "value": value, "met": value >= target}
-    overhead = _result(sections, "steps", {}).get("overhead")
-    if overhead:
-        value = overhead["largest_median_s"]
-        name = "host overhead of a decode step under graphs, seconds (largest median)"
-        yield {"target": name, "at_most": OVERHEAD_S, "value": value, "met": value <= OVERHEAD_S}
+        yield {"target": name, "at_least": target, "value": value, "met": value is not None and value >= target}
+    value = (_result(sections, "steps", {}).get("overhead") or {}).get("largest_median_s")
+    name = "host overhead of a decode step under graphs, seconds (largest median)"
+    yield {"target": name, "at_most": OVERHEAD_S, "value": value, "met": value is not None and value <= OVERHEAD_S}
 
 
 def _result(sections: dict[str, Any], name: str, otherwise: Any) -> Any:
@@ -274,10 +323,10 @@ def main() -> int:
             parser.error(f"{error}, and --dry-run tries this script on one")
     arguments.out.mkdir(parents=True, exist_ok=True)
     check = Check(arguments.out, arguments.budget_s, default_bench(tiny=arguments.dry_run))
-    is_fine = check.run()
+    status = check.run()
     for target in check.report["targets"] if not arguments.dry_run else []:
-        print(f"{'met ' if target['met'] else 'MISSED'} {target}")
-    return 0 if is_fine else 1
+        print(f"{'met' if target['met'] else 'MISSED' if target['value'] is not None else 'NOT MEASURED'} {target}")
+    return status
 
 
 if __name__ == "__main__":

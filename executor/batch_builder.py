@@ -156,8 +156,9 @@ class _Rows:
         self._used_in[[row for row in rows if row >= 0]] = self._step
         for i, grant in enumerate(grants):
             request, row = grant.request, rows[i]
-            if row < 0:
-                row = rows[i] = self._take(request, view)
+            if row < 0:  # unless an earlier grant took it: a request has several where it catches up
+                taken = self._row_of.get(request)
+                row = rows[i] = self._take(request, view) if taken is None else taken
             elif self._order[row] != request.order:  # admitted again since: its blocks are others
                 self._start(row, request)
             num_blocks = len(request.block_ids)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from windtunnel.executor.model_config import DecoderConfig
@@ -42,8 +45,16 @@ class PagedKvCache:
         shape = (num_blocks, block_size, config.local_num_key_value_heads, config.head_dim)
         layers = range(config.num_hidden_layers)
         # Zeros, because what is masked is still multiplied: garbage might be infinite.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        self.keys = [_zeros(shape, dtype, torch.device(device)) for _ in layers]
+        self.values = [_zeros(shape, dtype, torch.device(device)) for _ in layers]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros.  On the CPU its pages take no memory until they are first written: numpy gets them from
+    calloc, while torch would write all of them now."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * int(dtype.itemsize), np.uint8)).view(dtype).view(shape)
 
 
 def block_bytes(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -41,6 +41,7 @@ class Sequence:
 
     __slots__ = (
         "continuation",
+        "ends_after",
         "finish_reason",
         "first_token_ns",
         "last_token_ns",
@@ -56,6 +57,8 @@ class Sequence:
         """All known tokens: prompt and output."""
         self.params = params
         self.continuation: Continuation | None = None
+        self.ends_after: int | None = None
+        """Output tokens after which a made-up answer ends, as if the model had ended it."""
         self.finish_reason: str | None = None
         """``stop`` or ``length`` once the answer is complete, ``abort`` or ``error`` if it never will be."""
         self.stop_reason: int | None = None
@@ -126,7 +129,9 @@ class Engine:
         self.sequences: dict[Request, Sequence] = {}
         """Those that wait or run."""
         self._filler = filler
-        self._eos_token_ids = frozenset(eos_token_ids)
+        eos = tuple(eos_token_ids)
+        self._eos_token_ids = frozenset(eos)
+        self._eos_token_id = eos[0] if eos else None
         self._caching = scheduler.config.enable_prefix_caching
         self.executor = executor
         self.swap(executor)
@@ -153,8 +158,12 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        ends_after: int | None = None,
     ) -> Sequence:
         """Queue a request.
+
+        ``ends_after`` is the number of output tokens after which the answer ends if it is made up then (a model ends
+        its answers itself), later if ``min_tokens`` says so and never with ``ignore_eos``.
 
         Raises ValueError for an empty prompt, one without room for an answer, or one that the KV cache cannot hold.
         """
@@ -166,6 +175,8 @@ class Engine:
         self._check_fits(request)
         self.scheduler.add(request)
         sequence = Sequence(request, token_ids, params)
+        if ends_after is not None and not params.ignore_eos:
+            sequence.ends_after = max(1, ends_after, params.min_tokens)
         self.sequences[request] = sequence
         return sequence
 
@@ -191,7 +202,8 @@ class Engine:
         except Exception as error:
             sequences = self._drop(plan, now_ns)
             raise StepFailed(f"step {plan.number} failed: {str(error) or type(error).__name__}", sequences) from error
-        outputs = [Output(sequence, self._append(sequence, new)) for sequence, new in tokens]
+        is_made_up = result.sampled is None
+        outputs = [Output(sequence, self._append(sequence, new, is_made_up)) for sequence, new in tokens]
         end_ns = now_ns + result.step_ns
         finished = [self._finish(request) for request in self.scheduler.commit(plan, end_ns, result.speculated)]
         return StepOutcome(plan, now_ns, end_ns, outputs, finished, preemptions)
@@ -272,14 +284,18 @@ class Engine:
         new = [sequence.continuation.next_token(known)]
         for _ in range(num_tokens - 1):
             new.append(sequence.continuation.next_token([*known, *new]))
+        if sequence.ends_after is not None and self._eos_token_id is not None:
+            last = max(0, sequence.ends_after - sequence.num_output_tokens - 1)
+            if last < num_tokens:
+                new[last] = self._eos_token_id
         return sequence, new
 
-    def _append(self, sequence: Sequence, token_ids: list[int]) -> list[int]:
+    def _append(self, sequence: Sequence, token_ids: list[int], is_made_up: bool) -> list[int]:
         """Book new tokens up to the one that ends the answer; returns those that were taken."""
         room = sequence.request.stop_after - sequence.num_output_tokens
         for count, token in enumerate(token_ids[:room], 1):
             sequence.token_ids.append(token)
-            if self._ends(sequence, token):
+            if self._ends(sequence, token) or (is_made_up and _is_long_enough(sequence)):
                 sequence.finish_reason = "stop"
                 self.scheduler.end_after(sequence.request, sequence.num_output_tokens)
                 return token_ids[:count]
@@ -308,3 +324,8 @@ class Engine:
             self.abort(sequence, "error")
         self.scheduler.commit(plan, now_ns)
         return dropped
+
+
+def _is_long_enough(sequence: Sequence) -> bool:
+    """Whether a made-up answer has come to its end."""
+    return sequence.ends_after is not None and sequence.num_output_tokens >= sequence.ends_after

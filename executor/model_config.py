@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from windtunnel.executor.model_files import (
+    ModelFileError,
+    flag,
+    number,
+    number_or_none,
+    read_generation_config,
+    read_json_object,
+    section,
+    token_ids,
+    whole,
+)
 from windtunnel.executor.rope import RopeConfig
 
 ARCHITECTURES = {
@@ -74,6 +85,11 @@ class DecoderConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0.0 < self.rms_norm_eps < math.inf:
+            raise ValueError(f"rms_norm_eps must be a finite number above 0, got {self.rms_norm_eps}")
+        outside = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
+        if outside:
+            raise ValueError(f"eos_token_ids must be in [0, vocab_size = {self.vocab_size}), got {outside}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, because elements are rotated in pairs, got {self.head_dim}")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -97,36 +113,48 @@ class DecoderConfig:
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> DecoderConfig:
         """From a config.json: its content, its path, or the folder of the model.
 
-        Raises ValueError, naming what is unsupported and what is supported, for any other kind of model, and naming
-        the key for one that is missing; FileNotFoundError where there is no such file.
+        Raises ModelFileError (a ValueError), naming the file and the key, for a config that is missing, incomplete or
+        malformed, and ValueError, naming what is unsupported and what is supported, for any other kind of model.
         """
-        config = source if isinstance(source, Mapping) else _read_config(Path(source))
+        if isinstance(source, Mapping):
+            return cls._from_config(source)
+        file = _config_file(Path(source))
+        try:
+            config = cls._from_config(read_json_object(file))
+        except ModelFileError as error:
+            told = str(error)
+            raise ModelFileError(told if told.startswith(str(file)) else f"{file}: {told}") from None
+        ends = read_generation_config(file.parent, config.vocab_size).eos_token_ids
+        return replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *ends])))
+
+    @classmethod
+    def _from_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
         architecture = _architecture(config)
         _refuse_what_is_not_built(config, architecture)
-        heads = _whole(config, "num_attention_heads")
-        hidden = _whole(config, "hidden_size")
-        attention_bias = bool(config.get("attention_bias", False))
+        heads, hidden, vocab = (whole(config, key) for key in ("num_attention_heads", "hidden_size", "vocab_size"))
+        attention_bias = flag(config, "attention_bias")
+        bos = token_ids(config, "bos_token_id")
         return cls(
-            vocab_size=_whole(config, "vocab_size"),
+            vocab_size=vocab,
             hidden_size=hidden,
-            intermediate_size=_whole(config, "intermediate_size"),
-            num_hidden_layers=_whole(config, "num_hidden_layers"),
+            intermediate_size=whole(config, "intermediate_size"),
+            num_hidden_layers=whole(config, "num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else hidden // heads)),
-            max_position_embeddings=_whole(config, "max_position_embeddings"),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            num_key_value_heads=whole(config, "num_key_value_heads", heads),
+            head_dim=whole(config, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads),
+            max_position_embeddings=whole(config, "max_position_embeddings"),
+            rms_norm_eps=number(config, "rms_norm_eps", 1e-6, above=0.0),
             rope=RopeConfig.from_hf(config),
             qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
             o_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            mlp_bias=flag(config, "mlp_bias"),
             qk_norm=architecture == "Qwen3ForCausalLM",
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=flag(config, "tie_word_embeddings"),
             sliding_window=_sliding_window(config, architecture),
             architecture=architecture,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-            eos_token_ids=_token_ids(config.get("eos_token_id")),
-            bos_token_id=config.get("bos_token_id"),
+            eos_token_ids=token_ids(config, "eos_token_id", vocab),
+            bos_token_id=bos[0] if bos else None,
         )
 
     def shard(self, tp_size: int) -> DecoderConfig:
@@ -181,31 +209,21 @@ class DecoderConfig:
             )
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
+def _config_file(path: Path) -> Path:
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{file}: no such file; give a Hugging Face config.json or the folder that holds it"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file}: must hold a JSON object, got {type(config).__name__}")
-    generation = file.with_name("generation_config.json")
-    if generation.is_file():
-        ends = _token_ids(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
-        config["eos_token_id"] = list(dict.fromkeys([*_token_ids(config.get("eos_token_id")), *ends]))
-    return config
+    if not file.exists():
+        raise ModelFileError(f"{file}: no such file; give a Hugging Face config.json or the folder that holds it")
+    return file
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    named = list(config.get("architectures") or [])
+    named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ModelFileError(f"architectures must be a list of names, got {named!r}: correct the config")
     if not named:
         named = [name for name, kind in ARCHITECTURES.items() if kind == config.get("model_type")]
     if len(named) != 1 or named[0] not in ARCHITECTURES:
-        what = ", ".join(map(str, named)) or config.get("model_type") or "a config without architectures"
+        what = ", ".join(named) or config.get("model_type") or "a config without architectures"
         raise ValueError(
             f"{what} is not supported by the executor: use a model that is one of {', '.join(ARCHITECTURES)}"
         )
@@ -213,8 +231,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_what_is_not_built(config: Mapping[str, Any], architecture: str) -> None:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown method")
+    quantization = section(config, "quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown method")
         raise ValueError(
             f"quantised weights ({method}) are not supported by the executor: use the unquantised model "
             "(float32, float16 or bfloat16)"
@@ -222,32 +241,23 @@ def _refuse_what_is_not_built(config: Mapping[str, Any], architecture: str) -> N
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"hidden_act {activation!r} is not supported by the executor: only 'silu' is")
-    parameters = config.get("rope_parameters") or {}
-    rotated = float(config.get("partial_rotary_factor") or parameters.get("partial_rotary_factor") or 1.0)
-    if rotated != 1.0:
-        raise ValueError(f"partial_rotary_factor {rotated} is not supported by the executor: only 1.0 is")
-    if config.get("mlp_bias") and architecture != "LlamaForCausalLM":
+    for source in (config, section(config, "rope_parameters")):
+        rotated = number_or_none(source, "partial_rotary_factor")
+        if rotated is not None and rotated != 1.0:
+            raise ValueError(f"partial_rotary_factor {rotated} is not supported by the executor: only 1.0 is")
+    if flag(config, "mlp_bias") and architecture != "LlamaForCausalLM":
         raise ValueError(f"mlp_bias is not supported for {architecture}: only for LlamaForCausalLM")
 
 
 def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
     """The window, if any layer has one."""
-    window = config.get("sliding_window")
     layers = config.get("layer_types")
-    if window is None or (layers is not None and "sliding_attention" not in layers):
+    if layers is not None and not isinstance(layers, list):
+        raise ModelFileError(f"layer_types must be a list, got {layers!r}: correct the config")
+    if config.get("sliding_window") is None or architecture == "LlamaForCausalLM":
         return None
-    if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
+    if layers is not None and "sliding_attention" not in layers:
         return None
-    return int(window) if architecture != "LlamaForCausalLM" else None
-
-
-def _whole(config: Mapping[str, Any], key: str) -> int:
-    if config.get(key) is None:
-        raise ValueError(f"the model's config lacks {key}: give a complete config.json")
-    return int(config[key])
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    if architecture.startswith("Qwen") and not flag(config, "use_sliding_window"):
+        return None
+    return whole(config, "sliding_window")

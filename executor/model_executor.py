@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from windtunnel.executor.all_reduce import AllReduceTable, step_all_reduce_s
 from windtunnel.executor.batch import EngineView, Grant
 from windtunnel.executor.batch_builder import BatchBuilder, HostBatch
 from windtunnel.executor.cache import PagedKvCache
@@ -26,6 +27,8 @@ class StepTiming(NamedTuple):
     """The model, the copy of its inputs included."""
     sample_ns: int
     """Choosing the tokens and fetching them."""
+    all_reduce_ns: int = 0
+    """Not computed here but read from measurements: what the ranks of a sharded model wait for each other."""
 
     @property
     def step_ns(self) -> int:
@@ -40,10 +43,20 @@ class ModelExecutor:
     again.  It can be used from one thread at a time.
     """
 
-    def __init__(self, model: Decoder, cache: PagedKvCache, *, max_catch_up_tokens: int = 2048) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: PagedKvCache,
+        *,
+        max_catch_up_tokens: int = 2048,
+        all_reduce: AllReduceTable | None = None,
+    ) -> None:
         """``max_catch_up_tokens`` bounds one forward pass of what is recomputed outside steps.
 
-        Raises ValueError if model and cache are on different devices.
+        ``all_reduce`` says what the communication of a sharded model takes: it is added to ``step_ns`` and told in
+        ``last_timing.all_reduce_ns``.  Without it a rank's steps lack that time; a model in one piece has none.
+
+        Raises ValueError if model and cache are on different devices, or the table does not know the number of ranks.
         """
         if cache.keys[0].device != model.device:
             raise ValueError(f"the model is on {model.device} but the cache on {cache.keys[0].device}: use one device")
@@ -59,6 +72,9 @@ class ModelExecutor:
         self._view: EngineView | None = None
         self._builder = BatchBuilder(cache.block_size, model.max_model_len)
         self._max_catch_up_tokens = max_catch_up_tokens
+        self._all_reduce = all_reduce
+        self._num_padded_tokens = 0  # of the latest pass
+        self._all_reduce_ns(1)
 
     def check_config(self, config: SchedulerConfig) -> None:
         """Raises ValueError if the executor cannot run the steps of a scheduler with that config."""
@@ -82,6 +98,7 @@ class ModelExecutor:
                 f"a real executor takes one step at a time, but {config.max_steps_under_way} may be under way: "
                 "turn async_scheduling off and set pipeline_parallel_size to 1"
             )
+        self._all_reduce_ns(config.max_num_batched_tokens)
 
     def adopt(self, view: EngineView) -> int:
         """Work for that engine from now on; returns the tokens that were recomputed for it.
@@ -102,7 +119,8 @@ class ModelExecutor:
         ``step_ns`` covers all that the step needs: reading the plan, building the batch, the model, sampling.  Prefix
         hits that have to be recomputed first are not in it.
 
-        Raises ValueError if no engine was adopted, and for steps that swap blocks or verify drafts.
+        Raises ValueError if no engine was adopted, for steps that swap blocks or verify drafts, and if the operations
+        sampled what is no token.
         """
         view = self._view
         if view is None:
@@ -119,13 +137,17 @@ class ModelExecutor:
         built_ns = self._now_ns()
         try:
             tokens, forward_ns = self._compute(host)
+            _check_tokens(tokens, self.model.config.vocab_size)
         except BaseException:
             self.residency.clear()  # who knows what was written
             raise
-        step_ns = max(1, self._now_ns() - begin_ns)
+        computed_ns = max(1, self._now_ns() - begin_ns)
         build_ns = built_ns - begin_ns
-        self.last_timing = StepTiming(build_ns, forward_ns, step_ns - build_ns - forward_ns)
-        return StepResult(step_ns, sampled=list(zip(host.sampled, tokens, strict=True)))
+        padded = self._num_padded_tokens
+        all_reduce_ns = self._all_reduce_ns(len(host.token_ids) + padded)
+        self.last_timing = StepTiming(build_ns, forward_ns, computed_ns - build_ns - forward_ns, all_reduce_ns)
+        sampled = list(zip(host.sampled, tokens, strict=True))
+        return StepResult(computed_ns + all_reduce_ns, sampled=sampled, num_padded_tokens=padded)
 
     def close(self) -> None:
         """Let the engine and the cache go; the executor cannot be used afterwards."""
@@ -150,6 +172,16 @@ class ModelExecutor:
             sampled = self.model.ops.sample(logits, *host.sampling_tensors(self.model.device))
         return sampled.tolist(), forward_ns
 
+    def _all_reduce_ns(self, num_tokens: int) -> int:
+        """What the ranks of a sharded model would spend on communication in a pass over so many rows."""
+        if self._all_reduce is None:
+            return 0
+        bytes_per_element = int(self.model.dtype.itemsize)
+        seconds = step_all_reduce_s(
+            self._all_reduce, self.model.config, num_tokens, bytes_per_element=bytes_per_element
+        )
+        return round(seconds * 1e9)
+
     def _catch_up(self, missing: list[Grant]) -> int:
         """Recompute prefix hits; returns the nanoseconds that it took."""
         begin_ns = self._now_ns()
@@ -170,6 +202,13 @@ def _check(plan: StepPlan) -> None:
         raise ValueError("a step verifies drafts, which real executors cannot do: use a scheduler without speculation")
     if plan.num_swapped_in_blocks or plan.num_swapped_out_blocks:
         raise ValueError("a step swaps blocks, which real executors cannot do: use a scheduler that recomputes")
+
+
+def _check_tokens(tokens: list[int], vocab_size: int) -> None:
+    """One that does not exist would be looked up in the embedding table by the next step, and fail all its requests."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        wrong = [token for token in tokens if not 0 <= token < vocab_size]
+        raise ValueError(f"sampled token ids must be in [0, vocab_size = {vocab_size}), got {wrong}")
 
 
 def _parts(grants: Iterable[Grant], most: int) -> Iterator[list[Grant]]:

@@ -15,6 +15,8 @@ from windtunnel.executor.batch import StepBatch
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; what is larger is stored as this."""
+LEAST_TEMPERATURE = 1e-30
+"""Lower ones count as this: differences of logits divided by it are still finite or of no weight, as in the kernel."""
 
 
 class TorchOps:
@@ -95,19 +97,23 @@ class TorchOps:
     def sample(
         self, logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, uniforms: torch.Tensor
     ) -> torch.Tensor:
-        """See ``ops.Ops``."""
-        largest = logits.argmax(dim=-1)
+        """See ``ops.Ops``.
+
+        A logit that is not a number counts as -inf; several of +inf share the probability; a row of -inf is uniform.
+        """
+        gaps, first = _gaps(logits)
         drawn = temperature > 0
         if not bool(drawn.any()):
-            return largest
-        probabilities = torch.softmax(logits / torch.where(drawn, temperature, 1.0).unsqueeze(1), dim=-1)
-        kept = probabilities.masked_fill(probabilities < _least_kept(probabilities, top_p), 0.0)
-        cumulated = kept.cumsum(dim=-1)
+            return first
+        # Gaps are divided, not logits: no quotient but an infinite one, of weight 0, can then overflow.
+        heat = torch.where(drawn, temperature, 1.0).clamp(min=LEAST_TEMPERATURE).unsqueeze(1)
+        weights = torch.exp(-gaps / heat)
+        cumulated = weights.masked_fill(gaps > _edge(gaps, weights, top_p), 0.0).cumsum(dim=-1)
         target = uniforms.unsqueeze(1) * cumulated[:, -1:]
         chosen = torch.searchsorted(cumulated, target, right=True).squeeze(1)
         # Rounding may lift the target to the sum itself, which nothing exceeds: then it is the last of the nucleus.
         last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous()).squeeze(1)
-        return torch.where(drawn, torch.minimum(chosen, last), largest)
+        return torch.where(drawn, torch.minimum(chosen, last), first)
 
     # -- once a step, for all layers
 
@@ -197,11 +203,21 @@ def _attend_many(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
     return out.squeeze(0).transpose(0, 1)
 
 
-def _least_kept(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: the probability of the last token needed to reach top_p, 0 where all are."""
+def _gaps(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R, V]: how far each logit is below the largest of its row; and [R]: the first id of a largest one."""
+    x = _wide(logits)
+    x = torch.where(x.isnan(), -torch.inf, x)
+    largest, first = x.max(dim=-1, keepdim=True).values, x.argmax(dim=-1)
+    at_top = x == largest
+    return torch.where(at_top, 0.0, largest - torch.where(at_top, 0.0, x)), first  # inf - inf is not a number
+
+
+def _edge(gaps: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """[R, 1]: the gap of the last token needed to reach top_p, infinity where all are in the nucleus."""
     if not bool((top_p < 1.0).any()):
-        return torch.zeros_like(top_p).unsqueeze(1)
-    ordered = probabilities.sort(dim=-1, descending=True).values
-    needed = torch.searchsorted(ordered.cumsum(dim=-1), top_p.unsqueeze(1).contiguous())
-    least = ordered.gather(1, needed.clamp_(max=ordered.shape[1] - 1))
-    return torch.where(top_p.unsqueeze(1) < 1.0, least, 0.0)
+        return torch.full_like(gaps[:, :1], torch.inf)
+    ordered, ids = gaps.sort(dim=-1)
+    cumulated = weights.gather(1, ids).cumsum(dim=-1)
+    needed = torch.searchsorted(cumulated, top_p.unsqueeze(1) * cumulated[:, -1:])
+    edge = ordered.gather(1, needed.clamp_(max=ordered.shape[1] - 1))
+    return torch.where(top_p.unsqueeze(1) < 1.0, edge, torch.inf)

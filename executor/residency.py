@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from windtunnel.executor.batch import Grant
 from windtunnel.sim.engine.plan import StepPlan
-from windtunnel.sim.engine.request import Request, Status
+from windtunnel.sim.engine.request import Request
 
 
 class Residency:
@@ -41,7 +41,7 @@ class Residency:
         found: list[Grant] = []
         for admission in plan.admissions:
             request, num_tokens = admission.request, admission.num_cached_tokens
-            if not num_tokens or request.status != Status.RUNNING:
+            if not num_tokens:
                 continue
             absent = self._absent(request, num_tokens)
             if absent and (later := set(absent) - self._filled_by(grants, request)):

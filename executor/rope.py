@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from windtunnel.executor.model_files import ModelFileError, flag, number, number_or_none, section, whole
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _KEYS = {
@@ -56,10 +58,10 @@ class RopeConfig:
             raise ValueError(
                 f"rope scaling {self.rope_type!r} is not supported: use a model with one of {', '.join(ROPE_TYPES)}"
             )
-        if self.rope_theta <= 1.0:
-            raise ValueError(f"rope_theta must be above 1, got {self.rope_theta}")
-        if self.factor < 1.0:
-            raise ValueError(f"the factor of rope scaling must be at least 1, got {self.factor}")
+        if not 1.0 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta must be a finite number above 1, got {self.rope_theta}")
+        if not 1.0 <= self.factor < math.inf:
+            raise ValueError(f"the factor of rope scaling must be a finite number of at least 1, got {self.factor}")
         if self.rope_type in ("llama3", "yarn") and self.original_max_position_embeddings < 1:
             raise ValueError(
                 f"original_max_position_embeddings must be at least 1 for rope scaling {self.rope_type!r}, "
@@ -76,28 +78,28 @@ class RopeConfig:
 
         Raises ValueError as the class, and for parameters that are missing.
         """
-        given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        kind = given.get("rope_type", given.get("type", "default"))
-        theta = float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+        given = {**section(config, "rope_scaling"), **section(config, "rope_parameters")}
+        kind = str(given.get("rope_type", given.get("type", "default")))
+        theta = _theta(given, config)
         missing = [key for key in _KEYS.get(kind, ()) if given.get(key) is None]
         if missing:
-            raise ValueError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
+            raise ModelFileError(f"rope scaling {kind!r} lacks {', '.join(missing)}: give a complete config.json")
         if kind == "default" or kind not in ROPE_TYPES:
             return cls(theta, kind)
         if kind == "yarn":
-            return cls._yarn(theta, given, int(config.get("max_position_embeddings", 0)))
-        factor = float(given["factor"])
+            return cls._yarn(theta, given, whole(config, "max_position_embeddings", 1))
+        factor = number(given, "factor", least=1.0)
         if kind == "linear":
             return cls(theta, kind, factor)
-        low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
-        return cls(theta, kind, factor, low, high, int(given["original_max_position_embeddings"]))
+        low, high = number(given, "low_freq_factor", above=0.0), number(given, "high_freq_factor", above=0.0)
+        return cls(theta, kind, factor, low, high, whole(given, "original_max_position_embeddings"))
 
     @classmethod
     def _yarn(cls, theta: float, given: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
-        factor = float(given["factor"])
-        attention = given.get("attention_factor")
+        factor = number(given, "factor", least=1.0)
+        attention = number_or_none(given, "attention_factor", above=0.0)
         if attention is None:
-            mscale, mscale_all_dim = given.get("mscale"), given.get("mscale_all_dim")
+            mscale, mscale_all_dim = (number_or_none(given, key, least=0.0) for key in ("mscale", "mscale_all_dim"))
             if mscale and mscale_all_dim:
                 attention = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
             else:
@@ -106,13 +108,11 @@ class RopeConfig:
             theta,
             "yarn",
             factor,
-            original_max_position_embeddings=int(
-                given.get("original_max_position_embeddings") or max_position_embeddings
-            ),
-            beta_fast=float(given.get("beta_fast") or 32.0),
-            beta_slow=float(given.get("beta_slow") or 1.0),
-            attention_factor=float(attention),
-            truncate=bool(given.get("truncate", True)),
+            original_max_position_embeddings=whole(given, "original_max_position_embeddings", max_position_embeddings),
+            beta_fast=number_or_none(given, "beta_fast", least=0.0) or 32.0,
+            beta_slow=number_or_none(given, "beta_slow", least=0.0) or 1.0,
+            attention_factor=attention,
+            truncate=flag(given, "truncate", True),
         )
 
     def max_positions(self, max_position_embeddings: int) -> int:
@@ -161,6 +161,13 @@ class RopeConfig:
         """The pair of elements that turns that often within the original length."""
         length = self.original_max_position_embeddings / (num_turns * 2.0 * math.pi)
         return head_dim * math.log(length) / (2.0 * math.log(self.rope_theta))
+
+
+def _theta(given: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    for source in (given, config):
+        if source.get("rope_theta") is not None:
+            return number(source, "rope_theta", above=1.0)
+    return 10_000.0
 
 
 def _mscale(factor: float, scale: float) -> float:

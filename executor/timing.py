@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from windtunnel.executor.devices import Device
 from windtunnel.executor.model import Decoder
 from windtunnel.executor.ops import Ops
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Marks(Protocol):
+    """A clock of marks; every ``devices.Device`` is one."""
+
+    def mark(self) -> Any:
+        """A point in the work, reached when everything before it is done."""
+
+    def ns_between(self, first: Any, last: Any) -> int:
+        """Time between two marks that have been reached."""
 
 
 class DeviceTiming(NamedTuple):
@@ -52,7 +61,7 @@ class OpTiming(NamedTuple):
 class TimedOps:
     """``Ops`` that put marks around each call; ``timings`` reads them once the device is done."""
 
-    def __init__(self, ops: Ops, device: Device) -> None:
+    def __init__(self, ops: Ops, device: Marks) -> None:
         self._device = device
         self._spans: list[tuple[str, Any, Any]] = []
         self.rms_norm = self._timed("rms_norm", ops.rms_norm)
@@ -97,7 +106,7 @@ class TimedOps:
 
 
 @contextmanager
-def timed_ops(model: Decoder, device: Device) -> Iterator[TimedOps]:
+def timed_ops(model: Decoder, device: Marks) -> Iterator[TimedOps]:
     """Let the model run on timed operations meanwhile."""
     ops, linear = model.ops, model.linear
     timed = TimedOps(ops, device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from windtunnel.executor.all_reduce import AllReduceTable
 from windtunnel.executor.batch import StepBatch
 from windtunnel.executor.batch_builder import HostBatch
 from windtunnel.executor.cache import PagedKvCache
@@ -41,6 +42,7 @@ class TritonExecutor(ModelExecutor):
         capture_sizes: Sequence[int] | None = None,
         capture_at_start: bool = True,
         max_catch_up_tokens: int = 2048,
+        all_reduce: AllReduceTable | None = None,
         device: Device | None = None,
     ) -> None:
         """``capture_sizes`` are the batch sizes with a graph, by default those that batches of up to ``max_num_seqs``
@@ -52,7 +54,7 @@ class TritonExecutor(ModelExecutor):
         device = CudaDevice() if device is None else device
         if model.device.type != device.torch_device.type:
             raise ValueError(f"the model is on {model.device}, but this executor computes on {device.torch_device}")
-        super().__init__(model, cache, max_catch_up_tokens=max_catch_up_tokens)
+        super().__init__(model, cache, max_catch_up_tokens=max_catch_up_tokens, all_reduce=all_reduce)
         self.last_device_timing: DeviceTiming | None = None
         """Of the latest step."""
         self.last_op_timings: list[OpTiming] = []
@@ -100,7 +102,8 @@ class TritonExecutor(ModelExecutor):
         timing, device_timing = self.last_timing, self.last_device_timing
         if timing is not None and timing is not before and device_timing is not None:
             host_build_ns = timing.build_ns + device_timing.host_build_ns
-            self.last_device_timing = device_timing._replace(host_build_ns=host_build_ns, total_ns=result.step_ns)
+            total_ns = result.step_ns - timing.all_reduce_ns
+            self.last_device_timing = device_timing._replace(host_build_ns=host_build_ns, total_ns=total_ns)
         return result
 
     def close(self) -> None:
@@ -113,6 +116,7 @@ class TritonExecutor(ModelExecutor):
         with torch.inference_mode():
             tokens, timing = self._launch(host) if size is None else self._replay(host, size)
         self.last_device_timing = timing
+        self._num_padded_tokens = timing.num_padded_tokens
         if self._timed is not None:
             self.last_op_timings = self._timed.timings()
         return tokens, timing.copy_ns + timing.device_ns

@@ -5,21 +5,27 @@ Projections that read the same input are fused: queries, keys and values into on
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 
 from windtunnel.executor.model_config import DecoderConfig
+from windtunnel.executor.model_files import ModelFileError, read_json_object
 
 _PIECE = 1 << 20  # elements drawn at a time: what fits a CPU's cache; a GPU takes larger ones
 _IGNORED = (".rotary_emb.inv_freq",)  # old Llama checkpoints carry what the config says anyway
+_DTYPES = ("F64", "F32", "F16", "BF16")  # in the words of safetensors; others need scales, which nothing here applies
+_INDEX = "model.safetensors.index.json"
+_OTHER_FORMATS = (
+    *("pytorch_model*.bin", "pytorch_model*.bin.index.json", "consolidated*.pth", "*.pt", "*.ckpt", "*.gguf"),
+    *("tf_model*.h5", "flax_model*.msgpack"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class DecoderWeights:
     norm: torch.Tensor
     lm_head: torch.Tensor
     """[the rank's part of the vocab, hidden]; part of the embedding where the two are tied."""
+    source: str
+    """Where they come from: ``random, seed 0`` or ``safetensors in FOLDER``."""
 
     @property
     def num_bytes(self) -> int:
@@ -73,6 +81,23 @@ class TensorSource(Protocol):
         """The tensor of that name, which has that shape."""
 
 
+def weights_of(
+    config: DecoderConfig,
+    folder: Path | None,
+    seed: int = 0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> DecoderWeights:
+    """``load_weights`` where the folder has any weights, however incomplete; else ``random_weights``.
+
+    Raises ModelFileError as ``load_weights``, and for a folder whose weights have another format.
+    """
+    if folder is None or not _holds_weights(folder):
+        return random_weights(config, seed, dtype=dtype, device=device)
+    return load_weights(config, folder, dtype=dtype, device=device)
+
+
 def random_weights(
     config: DecoderConfig,
     seed: int = 0,
@@ -87,8 +112,8 @@ def random_weights(
     their number, so that activations keep their size whatever the depth; norms are 1.  Before they are rounded to
     ``dtype`` they are the same on every device.
     """
-    source = _RandomTensors(config, seed, torch.device(device))
-    return _assemble(config, source, dtype, torch.device(device), tp_rank)
+    tensors = _RandomTensors(config, seed, torch.device(device))
+    return _assemble(config, tensors, dtype, torch.device(device), tp_rank, f"random, seed {seed}")
 
 
 def load_weights(
@@ -101,12 +126,12 @@ def load_weights(
 ) -> DecoderWeights:
     """Weights from ``model.safetensors`` in the folder, or from the files that ``model.safetensors.index.json`` names.
 
-    Raises FileNotFoundError if there are none, and ValueError that names every tensor that is missing, unexpected or
-    of another shape than the config says.
+    Raises ModelFileError (a ValueError) if a file is missing or damaged, and one that names every tensor that is
+    missing, unexpected, no floating-point number or of another shape than the config says.
     """
-    with _SafetensorsFolder(Path(folder)) as source:
-        source.check(tensor_shapes(config))
-        return _assemble(config, source, dtype, torch.device(device), tp_rank)
+    with _SafetensorsFolder(Path(folder)) as tensors:
+        tensors.check(tensor_shapes(config))
+        return _assemble(config, tensors, dtype, torch.device(device), tp_rank, f"safetensors in {folder}")
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -145,14 +170,14 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _assemble(
-    config: DecoderConfig, source: TensorSource, dtype: torch.dtype, device: torch.device, tp_rank: int
+    config: DecoderConfig, tensors: TensorSource, dtype: torch.dtype, device: torch.device, tp_rank: int, source: str
 ) -> DecoderWeights:
     if not 0 <= tp_rank < config.tp_size:
         raise ValueError(f"tp_rank must be in [0, {config.tp_size - 1}], got {tp_rank}")
     shapes = tensor_shapes(config)
 
     def whole(name: str) -> torch.Tensor:
-        return source.tensor(name, shapes[name]).to(device=device, dtype=dtype).contiguous()
+        return tensors.tensor(name, shapes[name]).to(device=device, dtype=dtype).contiguous()
 
     embedding = whole("model.embed_tokens.weight")
     head = embedding if config.tie_word_embeddings else whole("lm_head.weight")
@@ -162,6 +187,7 @@ def _assemble(
         layers=tuple(_layer(config, whole, f"model.layers.{i}", tp_rank) for i in range(config.num_hidden_layers)),
         norm=whole("model.norm.weight"),
         lm_head=head if config.tie_word_embeddings else head.clone(),
+        source=source,
     )
 
 
@@ -258,6 +284,22 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
+def _holds_weights(folder: Path) -> bool:
+    """Whether there are safetensors or what a broken download leaves of them.
+
+    Raises ModelFileError if there are weights, but in other formats only.
+    """
+    if any(folder.glob("*.safetensors*")):  # the index and unfinished files, too
+        return True
+    others = sorted(path.name for pattern in _OTHER_FORMATS for path in folder.glob(pattern))
+    if others:
+        raise ModelFileError(
+            f"{folder}: weights are read from safetensors only, but the folder has {_some(others)}: convert them to "
+            "model.safetensors, or remove them to use random weights"
+        )
+    return False
+
+
 class _SafetensorsFolder:
     """The tensors of a checkpoint in one or several safetensors files."""
 
@@ -267,11 +309,13 @@ class _SafetensorsFolder:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        from safetensors import safe_open  # lazily: random weights need none
-
-        for path in self._paths():
-            file = self._open.enter_context(safe_open(path, framework="pt"))
-            self._files.update(dict.fromkeys(file.keys(), file))
+        try:
+            where = _read_index(self._folder)
+            for file_name in self._file_names(where):
+                self._enter(file_name, where)
+        except BaseException:
+            self._open.close()
+            raise
         return self
 
     def __exit__(
@@ -280,39 +324,84 @@ class _SafetensorsFolder:
         self._open.close()
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raises ValueError if the tensors are not exactly these."""
-        missing = [name for name in shapes if name not in self._files]
-        unexpected = [name for name in self._files if name not in shapes and not self._may_be_ignored(name, shapes)]
-        ill_shaped = [
-            f"{name} is {found}, not {shape}"
-            for name, shape in shapes.items()
-            if name in self._files and (found := tuple(self._files[name].get_slice(name).get_shape())) != shape
+        """Raises ModelFileError if the tensors are not exactly these."""
+        views = {name: self._files[name].get_slice(name) for name in shapes if name in self._files}
+        faults = [
+            ("missing", [name for name in shapes if name not in views]),
+            ("unexpected", [name for name in self._files if name not in shapes and not _may_be_ignored(name, shapes)]),
+            (
+                "ill-shaped",
+                [
+                    f"{name} is {found}, not {shapes[name]}"
+                    for name, view in views.items()
+                    if (found := tuple(view.get_shape())) != shapes[name]
+                ],
+            ),
+            (
+                f"of a type that is not one of {', '.join(_DTYPES)}",
+                [f"{name} is {found}" for name, view in views.items() if (found := view.get_dtype()) not in _DTYPES],
+            ),
         ]
-        faults = [("missing", missing), ("unexpected", unexpected), ("ill-shaped", ill_shaped)]
         if any(names for _, names in faults):
             told = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in faults if names)
-            raise ValueError(f"{self._folder}: the weights do not fit the config.json: {told}")
+            raise ModelFileError(
+                f"{self._folder}: the weights do not fit the config.json: {told}; give the whole, unquantised model"
+            )
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
         return self._files[name].get_tensor(name)
 
-    def _may_be_ignored(self, name: str, shapes: dict[str, tuple[int, ...]]) -> bool:
-        return name.endswith(_IGNORED) or (name == "lm_head.weight" and name not in shapes)
-
-    def _paths(self) -> list[Path]:
-        index = self._folder / "model.safetensors.index.json"
-        if index.is_file():
-            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            paths = [self._folder / name for name in dict.fromkeys(named)]
-        else:
-            paths = [self._folder / "model.safetensors"]
-        absent = [str(path) for path in paths if not path.is_file()]
+    def _file_names(self, where: dict[str, str]) -> list[str]:
+        """Raises ModelFileError if one of them is not there."""
+        names = list(dict.fromkeys(where.values())) or ["model.safetensors"]
+        absent = [name for name in names if not (self._folder / name).is_file()]
         if absent:
-            raise FileNotFoundError(
-                f"no weights at {', '.join(absent)}: give a folder with model.safetensors (or its index and all files "
-                "that it names), or use random weights"
+            there = sorted(path.name for path in self._folder.glob("*.safetensors*"))
+            raise ModelFileError(
+                f"{self._folder}: {_some(absent)} is missing{f' (there is {_some(there)})' if there else ''}: finish "
+                f"the download, so that the folder has model.safetensors, or {_INDEX} and all files that it names; or "
+                "use random weights, in a folder without any"
             )
-        return paths
+        return names
+
+    def _enter(self, file_name: str, where: dict[str, str]) -> None:
+        """Open a file for the tensors that are its own: those that the index says, and those that it leaves out."""
+        from safetensors import SafetensorError, safe_open  # lazily: random weights need none
+
+        path = self._folder / file_name
+        try:
+            file = self._open.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ModelFileError(
+                f"{path}: not a readable safetensors file ({error}): it is damaged or incomplete, download it again"
+            ) from None
+        for name in file.keys():  # noqa: SIM118 -- it is no dict
+            if where.get(name, file_name) == file_name:
+                if name in self._files:
+                    raise ModelFileError(f"{path}: {name} is in another file, too, and {_INDEX} does not say which")
+                self._files[name] = file
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the folder's index, relative to the folder; empty if it has none."""
+    path = folder / _INDEX
+    if not path.exists():
+        return {}
+    where = read_json_object(path).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(_is_inside(name) for name in where.values()):
+        raise ModelFileError(
+            f"{path}: weight_map must name for each tensor a file of the folder, got {str(where)[:80]}: download it "
+            "again"
+        )
+    return where
+
+
+def _is_inside(name: Any) -> bool:
+    return isinstance(name, str) and not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+
+
+def _may_be_ignored(name: str, shapes: dict[str, tuple[int, ...]]) -> bool:
+    return name.endswith(_IGNORED) or (name == "lm_head.weight" and name not in shapes)
 
 
 def _some(names: list[str]) -> str:

@@ -14,7 +14,7 @@ import httpx
 from windtunnel.executor.server.build import ServedModel, ServerSettings, make_frontend
 from windtunnel.executor.server.executors import Executors
 from windtunnel.executor.server.frontend import Frontend
-from windtunnel.executor.server.run import address_of, listen, make_server
+from windtunnel.executor.server.run import GRACE_S, address_of, listen, make_server
 from windtunnel.sim.cost.constant import ConstantCost
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.protocols import Executor
@@ -24,6 +24,8 @@ class Served(NamedTuple):
     url: str
     client: httpx.Client
     frontend: Frontend
+    server: Any = None
+    """uvicorn's."""
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -63,24 +65,24 @@ def serving(
     folder: Path | None = None,
     executors: Mapping[str, Executor] | None = None,
     executor: str = "sim",
+    grace_s: float = GRACE_S,
     **settings: Any,
 ) -> Iterator[Served]:
     """A running server; ``executors`` take the place of those that the settings make."""
     model = ServedModel(("tiny", "alias"), "tiny", config, folder)
-    frontend = make_frontend(
-        model, ServerSettings(scheduler or limits(), ConstantCost(step_s), executor=executor, **settings)
-    )
+    settings = {"cost": ConstantCost(step_s), "executor": executor, **settings}
+    frontend = make_frontend(model, ServerSettings(scheduler or limits(), **settings))
     if executors is not None:
         makers = {kind: (lambda made=made: made) for kind, made in executors.items()}
         frontend.executors = Executors({"sim": lambda: frontend.loop.engine.executor, **makers}, {})
     listener = listen("127.0.0.1", 0)
-    server = make_server(frontend, "0.0.test")
+    server = make_server(frontend, "0.0.test", grace_s=grace_s)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         with httpx.Client(base_url=address_of(listener), timeout=30.0) as client:
             assert client.get("/health").status_code in (200, 503)
-            yield Served(address_of(listener), client, frontend)
+            yield Served(address_of(listener), client, frontend, server)
     finally:
         server.should_exit = True
         thread.join(timeout=20)

@@ -84,6 +84,17 @@ def test_another_seed_makes_up_other_tokens():
     assert answers[0].output_token_ids != answers[1].output_token_ids
 
 
+def test_a_prompt_that_holds_part_of_an_answer_goes_on_as_the_answer_did():
+    """So that a conversation whose turns are sent again finds its blocks, as under greedy decoding."""
+    under_test, prompt = engine(), [5, 6, 7]
+    first = under_test.add("a", prompt, greedy(12), 0)
+    run(under_test)
+    for count in (1, 5, 11):
+        again = under_test.add(count, [*prompt, *first.output_token_ids[:count]], greedy(12 - count), 0)
+        run(under_test)
+        assert again.output_token_ids == first.output_token_ids[count:]
+
+
 @given(CONFIGS, st.data())
 def test_made_up_answers_do_not_depend_on_the_schedule(limits, data):
     room = min(limits.max_model_len, limits.num_kv_tokens)
@@ -338,3 +349,60 @@ def test_a_finished_request_leaves_nothing_behind():
             run(under_test)
     assert_is_clean(under_test)
     assert under_test.scheduler.pool.num_keys <= under_test.scheduler.config.num_usable_blocks
+
+
+# -- made-up answers that end
+
+
+@pytest.mark.parametrize("eos", [(), (7, 9)])
+def test_a_made_up_answer_ends_after_the_tokens_that_were_set(eos):
+    under_test = engine(eos_token_ids=eos)
+    ended = under_test.add("a", range(10), greedy(150), 0, ends_after=12)
+    free = under_test.add("b", range(10), greedy(150), 0)
+    run(under_test)
+    assert (ended.num_output_tokens, ended.finish_reason) == (12, "stop")
+    assert (free.num_output_tokens, free.finish_reason) == (150, "length")
+    assert ended.output_token_ids[:11] == free.output_token_ids[:11]
+    assert ended.output_token_ids[11] == (eos[0] if eos else free.output_token_ids[11]), "as if the model had ended it"
+    assert_is_clean(under_test)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"ignore_eos": True}, (40, "length")),
+        ({"min_tokens": 20}, (20, "stop")),
+        ({"max_tokens": 5}, (5, "length")),
+        ({"max_tokens": 12}, (12, "stop")),
+    ],
+)
+def test_the_limits_of_a_request_go_before_the_length_of_made_up_answers(values, expected):
+    under_test = engine(eos_token_ids=(7,))
+    params = SamplingParams(**{"max_tokens": 40, "temperature": 0.0, **values})
+    sequence = under_test.add("a", range(10), params, 0, ends_after=12)
+    run(under_test)
+    assert (sequence.num_output_tokens, sequence.finish_reason) == expected
+
+
+def test_a_model_that_is_swapped_in_ends_its_answers_itself():
+    under_test = engine()
+    sequence = under_test.add("a", range(10), greedy(30), 0, ends_after=12)
+    for _ in range(5):
+        under_test.step(0)
+    under_test.swap(CacheReader(under_test.scheduler.config))
+    for _ in range(15):
+        under_test.step(0)
+    assert sequence.num_output_tokens == 20
+    under_test.swap(SIMULATED)
+    run(under_test)
+    assert (sequence.num_output_tokens, sequence.finish_reason) == (21, "stop"), "made up again, and too long already"
+
+
+def test_drafts_do_not_go_beyond_the_end_of_a_made_up_answer():
+    limits = config(num_speculative_tokens=3)
+    drafting = Drafting(Acceptance.fixed(1.0, 3), 3)
+    under_test = engine(SimExecutor(ConstantCost(0.001), drafting=drafting), make_scheduler(limits), eos_token_ids=(7,))
+    sequence = under_test.add(0, range(10), greedy(100), 0, ends_after=6)
+    run(under_test)
+    assert (sequence.num_output_tokens, sequence.output_token_ids[-1]) == (6, 7)
+    assert_is_clean(under_test)

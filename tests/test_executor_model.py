@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
 import threading
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ from windtunnel.executor.batch_builder import BatchBuilder
 from windtunnel.executor.cache import PagedKvCache, block_bytes
 from windtunnel.executor.model import Decoder
 from windtunnel.executor.model_config import DecoderConfig
+from windtunnel.executor.model_files import ModelFileError, read_generation_config
 from windtunnel.executor.reference import TorchOps
 from windtunnel.executor.rope import RopeConfig
 from windtunnel.executor.sampling import SamplingParams
-from windtunnel.executor.weights import load_weights, random_weights, tensor_shapes
+from windtunnel.executor.weights import load_weights, random_weights, tensor_shapes, weights_of
 from windtunnel.sim.engine.request import Request
 
 LLAMA3 = {
@@ -175,6 +178,45 @@ def test_a_config_says_the_same_in_both_ways_of_writing_rope():
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"head_dim": 15}, "head_dim must be even.*got 15"),
         ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers must be a whole number, got 1.5"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number, got True"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number, got '64'"),
+        ({"intermediate_size": [112]}, r"intermediate_size must be a whole number, got \[112\]"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a number above 0, got None"),
+        ({"rms_norm_eps": [1e-5]}, "rms_norm_eps must be a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0, got nan"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0, got 0"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a number above 0, got -1e-05"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is too large"),
+        ({"rope_theta": [1e4]}, "rope_theta must be a number above 1"),
+        ({"rope_theta": {}}, "rope_theta must be a number above 1, got {}"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a number above 1, got nan"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a number above 1, got inf"),
+        ({"rope_theta": 0}, "rope_theta must be a number above 1, got 0"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a number above 1, got 0"),
+        ({"rope_scaling": [1]}, r"rope_scaling must be an object, got \[1\]"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope scaling .* is not supported"),
+        ({"rope_scaling": {**LLAMA3, "factor": [8]}}, r"factor must be a number of at least 1, got \[8\]"),
+        ({"rope_scaling": {**YARN, "factor": float("nan")}}, "factor must be a number of at least 1, got nan"),
+        ({"rope_scaling": {**YARN, "mscale": {}}}, "mscale must be a number"),
+        ({"eos_token_id": {}}, "eos_token_id must be one or several token ids"),
+        ({"eos_token_id": [[2]]}, r"eos_token_id must be one or several token ids .*got \[\[2\]\]"),
+        ({"eos_token_id": 512}, r"eos_token_id must be .* in \[0, vocab_size = 512\), got 512"),
+        ({"eos_token_id": -1}, r"in \[0, vocab_size = 512\), got -1"),
+        ({"bos_token_id": "x"}, "bos_token_id must be one or several token ids"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+        ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+        ({"architectures": 5}, "architectures must be a list of names, got 5"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures must be a list of names"),
+        ({"quantization_config": [4]}, "quantization_config must be an object"),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor must be a number, got 'half'"),
+        ({"layer_types": 3}, "layer_types must be a list, got 3"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": -4},
+            "sliding_window must be at least 1, got -4",
+        ),
         ({"hidden_size": None}, "lacks hidden_size"),
     ],
 )
@@ -188,7 +230,7 @@ def test_a_config_is_found_by_file_or_folder_and_faults_name_the_file(tmp_path):
     assert DecoderConfig.from_hf(tmp_path) == DecoderConfig.from_hf(tmp_path / "config.json")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
     assert DecoderConfig.from_hf(str(tmp_path)).eos_token_ids == (2, 7)
-    with pytest.raises(FileNotFoundError, match=r"absent.*config\.json or the folder"):
+    with pytest.raises(ModelFileError, match=r"absent.*config\.json or the folder"):
         DecoderConfig.from_hf(tmp_path / "absent")
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(ValueError, match=r"broken\.json: not valid JSON"):
@@ -196,6 +238,61 @@ def test_a_config_is_found_by_file_or_folder_and_faults_name_the_file(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ValueError, match=r"list\.json: must hold a JSON object"):
         DecoderConfig.from_hf(tmp_path / "list.json")
+    (tmp_path / "odd.json").write_text(json.dumps(tiny_config(rms_norm_eps=None)))
+    with pytest.raises(ModelFileError, match=r"odd\.json: rms_norm_eps must be a number above 0, got None"):
+        DecoderConfig.from_hf(tmp_path / "odd.json")
+
+
+def test_a_config_that_is_put_together_by_hand_is_checked_too():
+    config = DecoderConfig.from_hf(tiny_config())
+    for change, told in (
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number above 0, got nan"),
+        ({"eos_token_ids": (2, 512)}, r"eos_token_ids must be in \[0, vocab_size = 512\), got \[512\]"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            replace(config, **change)
+    for theta in (float("nan"), float("inf"), 0.0):
+        with pytest.raises(ValueError, match="rope_theta must be a finite number above 1"):
+            RopeConfig(theta)
+    with pytest.raises(ValueError, match="must be a finite number of at least 1, got nan"):
+        RopeConfig(1e4, "linear", float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[]", "must hold a JSON object, got list"),
+        (b"null", "must hold a JSON object"),
+        (b'{"temperature": "hot"}', r"temperature must be a number in \[0, 2\], got 'hot'"),
+        (b'{"temperature": []}', "temperature must be a number"),
+        (b'{"temperature": 5}', r"temperature must be a number in \[0, 2\], got 5"),
+        (b'{"temperature": NaN}', r"temperature must be a number in \[0, 2\], got nan"),
+        (b'{"top_p": 0}', r"top_p must be a number in \(0, 1\], got 0"),
+        (b'{"top_p": true}', r"top_p must be a number in \(0, 1\], got True"),
+        (b'{"eos_token_id": "a"}', "eos_token_id must be one or several token ids"),
+        (b'{"eos_token_id": [[1]]}', "eos_token_id must be one or several token ids"),
+        (b'{"eos_token_id": [1, 512]}', r"eos_token_id must be .* in \[0, vocab_size = 512\), got \[1, 512\]"),
+    ],
+)
+def test_a_generation_config_that_makes_no_sense_is_refused_by_file(content, told, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    (tmp_path / "generation_config.json").write_bytes(content)
+    with pytest.raises(ModelFileError, match=rf"generation_config\.json: {told}"):
+        read_generation_config(tmp_path, VOCAB)
+    with pytest.raises(ModelFileError, match=r"generation_config\.json: "):
+        DecoderConfig.from_hf(tmp_path)
+
+
+def test_a_generation_config_says_how_to_sample_or_leaves_it_open(tmp_path):
+    assert read_generation_config(None) == read_generation_config(tmp_path) == (None, None, ())
+    said = {"temperature": 0, "top_p": 0.9, "eos_token_id": [5, 2, 5], "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert read_generation_config(tmp_path) == (0.0, 0.9, (5, 2))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": None, "eos_token_id": None}))
+    assert read_generation_config(tmp_path) == (None, None, ())
 
 
 def test_sequences_must_fit_the_window_and_the_positions():
@@ -324,10 +421,135 @@ def test_tensors_that_say_nothing_new_are_ignored(tmp_path):
 
 def test_a_folder_without_weights_says_what_to_do(tmp_path):
     config = DecoderConfig.from_hf(tiny_config())
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors.*or use random weights"):
+    with pytest.raises(ModelFileError, match=r"model\.safetensors is missing.*or use random weights"):
         load_weights(config, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match=r"part-1\.safetensors"):
+    with pytest.raises(ModelFileError, match=r"part-1\.safetensors is missing"):
+        load_weights(config, tmp_path)
+
+
+def test_weights_say_where_they_come_from(tmp_path):
+    config = DecoderConfig.from_hf(tiny_config())
+    assert random_weights(config, 7).source == "random, seed 7"
+    for folder in (None, tmp_path):
+        found = weights_of(config, folder, 3)
+        assert found.source == "random, seed 3"
+        assert torch.equal(found.embedding, random_weights(config, 3).embedding)
+    checkpoint(tmp_path, tiny_config())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"beside them it is of no concern")
+    loaded = weights_of(config, tmp_path, 3)
+    assert loaded.source == f"safetensors in {tmp_path}"
+    assert not loaded.embedding.any()
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        (INDEX, b'{"weight_map": {"a": "b.safetensors"}}', r"b\.safetensors is missing.*finish the download"),
+        ("model.safetensors.incomplete", b"", r"model\.safetensors is missing \(there is .*incomplete\)"),
+        ("adapter_model.safetensors", b"", r"there is adapter_model\.safetensors"),
+        ("model-00001-of-00002.safetensors", b"", r"model\.safetensors is missing"),
+        ("pytorch_model.bin", b"x", "from safetensors only, but the folder has pytorch_model.bin: convert them"),
+        ("pytorch_model-00001-of-00002.bin", b"x", "from safetensors only"),
+        ("consolidated.00.pth", b"x", "from safetensors only"),
+        ("tiny.Q4_K_M.gguf", b"x", "from safetensors only"),
+        ("model.safetensors", b"", r"model\.safetensors: not a readable safetensors file .*download it again"),
+        ("model.safetensors", b"x" * 100, "not a readable safetensors file"),
+        ("model.safetensors", struct.pack("<Q", 2**60) + b"{}", "not a readable safetensors file"),
+        ("model.safetensors", struct.pack("<Q", 4) + b"abcd", "not a readable safetensors file"),
+        (INDEX, b"{", r"index\.json: not valid JSON"),
+        (INDEX, b"[]", r"index\.json: must hold a JSON object"),
+        (INDEX, b"{}", "weight_map must name for each tensor a file of the folder"),
+        (INDEX, b'{"weight_map": []}', "weight_map must name"),
+        (INDEX, b'{"weight_map": {}}', "weight_map must name"),
+        (INDEX, b'{"weight_map": {"a": 1}}', "weight_map must name"),
+        (INDEX, b'{"weight_map": {"a": "../b.safetensors"}}', "weight_map must name"),
+        (INDEX, b'{"weight_map": {"a": "/b.safetensors"}}', "weight_map must name"),
+    ],
+)
+def test_broken_weights_are_no_random_weights(name, content, told, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelFileError, match=told) as caught:
+        weights_of(DecoderConfig.from_hf(tiny_config()), tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_truncated_weights_are_refused(tmp_path):
+    checkpoint(tmp_path, tiny_config())
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelFileError, match="damaged or incomplete"):
+        load_weights(DecoderConfig.from_hf(tiny_config()), tmp_path)
+
+
+def test_a_folder_or_a_dead_link_in_place_of_the_weights_is_told(tmp_path):
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "dead" / "model.safetensors").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "folder" / "model.safetensors").mkdir(parents=True)
+    for folder in ("dead", "folder"):
+        with pytest.raises(ModelFileError, match=r"model\.safetensors is missing"):
+            weights_of(DecoderConfig.from_hf(tiny_config()), tmp_path / folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "called"),
+    [
+        (torch.int8, "I8"),
+        (torch.int64, "I64"),
+        (torch.bool, "BOOL"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.complex64, "C64"),
+    ],
+)
+def test_numbers_that_are_no_plain_floats_are_refused(dtype, called, tmp_path):
+    tensors = checkpoint(tmp_path, tiny_config())
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=rf"1 of a type that is not .*BF16: model.norm.weight is {called}"):
+        load_weights(DecoderConfig.from_hf(tiny_config()), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_plain_floats_of_any_width_are_read(dtype, tmp_path):
+    tensors = checkpoint(tmp_path, tiny_config())
+    tensors["model.norm.weight"] = torch.full((64,), 1.5, dtype=dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = load_weights(DecoderConfig.from_hf(tiny_config()), tmp_path)
+    assert weights.norm.dtype == torch.float32
+    assert weights.norm.tolist() == [1.5] * 64
+
+
+def test_a_tensor_that_is_in_two_files_is_read_from_the_one_that_the_index_names(tmp_path):
+    config = DecoderConfig.from_hf(tiny_config())
+    tensors = {name: torch.zeros(shape) for name, shape in tensor_shapes(config).items()}
+    norm = "model.norm.weight"
+    where = {name: "a.safetensors" if name == norm else "b.safetensors" for name in tensors}
+    save_file({norm: torch.full((64,), 2.0)}, tmp_path / "a.safetensors")
+    save_file(tensors, tmp_path / "b.safetensors")
+    for first in ("a", "b"):  # whichever is opened first
+        ordered = dict(sorted(where.items(), key=lambda item: not item[1].startswith(first)))
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": ordered}))
+        assert load_weights(config, tmp_path).norm.tolist() == [2.0] * 64
+    del where[norm]
+    where["lm_head.weight"] = "a.safetensors"
+    save_file({norm: tensors[norm], "lm_head.weight": tensors["lm_head.weight"]}, tmp_path / "a.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(ModelFileError, match=r"model\.norm\.weight is in another file, too"):
+        load_weights(config, tmp_path)
+
+
+def test_a_tensor_that_the_index_leaves_out_is_found_and_one_that_it_misplaces_is_missing(tmp_path):
+    config = DecoderConfig.from_hf(tiny_config())
+    tensors = checkpoint(tmp_path, tiny_config())
+    some = dict.fromkeys(list(tensors)[:3], "model.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": some}))
+    assert load_weights(config, tmp_path).source == f"safetensors in {tmp_path}"
+    save_file({"model.extra": torch.zeros(1)}, tmp_path / "b.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": some | {"model.norm.weight": "b.safetensors"}}))
+    with pytest.raises(ModelFileError, match=r"1 missing: model\.norm\.weight; 1 unexpected: model\.extra"):
         load_weights(config, tmp_path)
 
 
@@ -444,6 +666,68 @@ def test_sampling_draws_tokens_as_often_as_they_are_likely():
     assert drawn.bincount().tolist() == pytest.approx([400, 800, 1200, 1600], abs=1)
     nucleus = TorchOps().sample(logits, torch.ones(4000), torch.full((4000,), 0.6), uniform_numbers)
     assert nucleus.bincount(minlength=4).tolist() == pytest.approx([0, 0, 4000 * 3 / 7, 4000 * 4 / 7], abs=1)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def drawn(row: list[float], temperature: float = 1.0, top_p: float = 1.0, uniform: float = 0.5) -> int:
+    parameters = (torch.tensor([value]) for value in (temperature, top_p, uniform))
+    return int(TorchOps().sample(torch.tensor([row]), *parameters))
+
+
+@pytest.mark.parametrize("temperature", [1e-10, 1e-37, 1e-39, 1e-45])
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_a_temperature_near_zero_takes_the_largest(temperature, top_p):
+    logits = 3 * torch.randn(5, 300, generator=torch.Generator().manual_seed(3))
+    rows = [torch.full((5,), value) for value in (temperature, top_p, 0.99)]
+    assert TorchOps().sample(logits, *rows).tolist() == logits.argmax(dim=-1).tolist()
+
+
+def test_the_lowest_temperature_is_that_of_the_kernel():
+    """Logits that differ by less than it are both likely, whatever the temperature."""
+    assert [drawn([0.0, 1e-31], temperature=1e-39, uniform=u) for u in (0.4, 0.6)] == [0, 1]
+
+
+def test_one_odd_row_leaves_the_others_as_they_are():
+    draw = torch.Generator().manual_seed(4)
+    logits = torch.randn(6, 50, generator=draw)
+    uniform_numbers, one, heat = torch.rand(6, generator=draw), torch.ones(6), torch.ones(6)
+    expected = TorchOps().sample(logits, heat, one, uniform_numbers)
+    logits[2], heat[4] = NAN, 1e-39
+    found = TorchOps().sample(logits, heat, one, uniform_numbers)
+    kept = [0, 1, 3, 5]
+    assert found[kept].tolist() == expected[kept].tolist()
+    assert ((found >= 0) & (found < 50)).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_not_a_number_is_never_taken(temperature):
+    row = [NAN, -NAN, 2.0, -INF, NAN, 1.0, 2.0, -NAN]
+    for top_p in (0.9, 1.0):
+        tokens = [drawn(row, temperature, top_p, uniform) for uniform in (0.0, 0.5, 1.0)]
+        assert tokens == ([2, 5, 6] if temperature else [2, 2, 2])
+
+
+def test_infinite_logits_share_the_probability():
+    row = [5.0, INF, NAN, INF]
+    assert drawn(row, temperature=0.0) == 1
+    assert [drawn(row, top_p=top_p, uniform=u) for top_p in (1.0, 0.9) for u in (0.1, 0.9)] == [1, 3, 1, 3]
+
+
+@pytest.mark.parametrize("value", [-INF, NAN])
+def test_a_row_without_a_possible_token_is_uniform(value):
+    row = [value] * 4
+    assert drawn(row, temperature=0.0) == 0
+    assert [drawn(row, top_p=top_p, uniform=u) for top_p in (1.0, 0.9) for u in (0.1, 0.6, 0.9)] == [0, 2, 3] * 2
+
+
+def test_neighbouring_numbers_are_told_apart_at_the_edge_of_the_nucleus():
+    row = [0.0, 1.0 - 2.0**-23, 1.0, 2.0]  # from 2.0: gaps of 1 and of one unit more, of the same weight in float32
+    shares = np.exp(row)
+    enough_with_one = float((shares[3] + shares[2] / 2) / shares.sum())
+    assert drawn(row, top_p=enough_with_one, uniform=0.0) == 2
+    assert drawn(row, top_p=enough_with_one + float(shares[2] / shares.sum()), uniform=0.0) == 1
 
 
 def test_sampling_stays_in_the_nucleus_when_rounding_lifts_the_target_to_the_sum():

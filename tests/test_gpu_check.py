@@ -16,8 +16,8 @@ import torch
 from benchmarks import gpu_check
 from benchmarks.gpu import kernel_check, model_check
 from benchmarks.gpu.engine_check import Point, overhead
-from benchmarks.gpu.points import PointView
-from benchmarks.gpu_check import _targets
+from benchmarks.gpu.points import NO_TIME, PointView
+from benchmarks.gpu_check import _targets, _verdict
 from benchmarks.kernels import silu_and_mul
 from benchmarks.kernels.common import Bench, Row, Times, step_batch
 from windtunnel.executor.devices import HostDevice
@@ -38,9 +38,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_dry_run_goes_through_all_sections_and_finds_nothing_wrong(tmp_path):
     done = run("--out", str(tmp_path / "new"), "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "compared with themselves" in done.stdout
     report = json.loads((tmp_path / "new" / "gpu_check.json").read_text())
     sections = report["sections"]
     assert report["dry_run"]
+    assert report["operations"] == "TorchOps"
+    assert report["verdict"] == {"failed": [], "wrong": [], "not done": []}
     assert report["card"]["torch"] == torch.__version__
     assert {name: told["status"] for name, told in sections.items()} == dict.fromkeys(
         ("ceilings", "kernels_right", "kernels", "model_right", "steps", "throughput", "autotune", "tensor_parallel"),
@@ -60,10 +63,57 @@ def test_a_dry_run_goes_through_all_sections_and_finds_nothing_wrong(tmp_path):
     assert list((tmp_path / "new").iterdir()) == [tmp_path / "new" / "gpu_check.json"], "no partial file is left"
 
 
-def test_without_time_sections_are_skipped_and_told(tmp_path):
-    assert gpu_check.Check(tmp_path, 0.0, BENCH).run()
+def test_without_time_sections_are_skipped_and_told_and_it_is_no_success(tmp_path, capsys):
+    assert gpu_check.Check(tmp_path, 0.0, BENCH).run() == gpu_check.INCOMPLETE
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert {told["status"] for told in report["sections"].values()} == {"skipped"}
+    assert report["verdict"]["not done"] == [f"section {name}" for name in report["sections"]]
+    assert "NOT DONE: section kernels_right" in capsys.readouterr().out
+
+
+def test_cases_and_kernels_without_time_are_told():
+    rows = kernel_check.check(TorchOps(), torch.device("cpu"), tiny=True, more=lambda: False)
+    skipped = [row["case"] for row in rows if "skipped" in row]
+    assert skipped == [str(case) for case in kernel_check.TINY]
+    sections = {
+        "kernels_right": {"status": "ok", "result": rows},
+        "kernels": {"status": "ok", "result": [{"op": "sample", "skipped": NO_TIME}]},
+        "steps": {
+            "status": "ok",
+            "result": {"grid": [{"point": {"chunk": 9}, "skipped": "too large"}, {"point": {}, "skipped": NO_TIME}]},
+        },
+        "autotune": {"status": "ok", "result": {"tried": [{"skipped": NO_TIME}]}},
+        "tensor_parallel": {"status": "ok", "result": [{"tp_size": 8, "skipped": NO_TIME}]},
+    }
+    verdict = _verdict(sections)
+    assert verdict["not done"] == [
+        *(f"kernels_right: all, {case}" for case in skipped),
+        "kernels: sample",
+        "steps: {}",
+        "tensor_parallel: 8",
+    ]
+    assert not verdict["failed"]
+    assert not verdict["wrong"]
+
+
+def test_tiles_that_fail_are_a_failure_only_where_none_works():
+    failed, fine = {"failed": "too much shared memory"}, {"median_s": 1e-3}
+    decode, prefill = {"kernel": "decode", "shape": [8]}, {"kernel": "prefill", "shape": [8]}
+    rows = [decode | failed, decode | fine, prefill | failed, prefill | {"skipped": NO_TIME}]
+    sections = {"autotune": {"status": "ok", "result": {"tried": rows}}}
+    assert _verdict(sections)["failed"] == ["all tiles of prefill [8]"]
+
+
+def test_a_benchmark_that_crashes_is_a_failure(tmp_path, monkeypatch):
+    def crash(bench: Bench) -> None:
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(silu_and_mul, "bench", crash)
+    monkeypatch.setattr(gpu_check, "KERNELS", (silu_and_mul,))
+    assert gpu_check.Check(tmp_path, 60.0, BENCH).run() == gpu_check.WRONG
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert report["sections"]["kernels"]["status"] == "ok", "the other kernels would have been measured"
+    assert report["verdict"]["failed"] == ["benchmark silu_and_mul"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -81,7 +131,7 @@ def test_a_failed_section_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch
     monkeypatch.setattr(gpu_check.card, "ceilings", fail)
     monkeypatch.setattr(gpu_check, "KERNELS", (silu_and_mul,))
     check = gpu_check.Check(tmp_path, 60.0, BENCH)
-    assert not check.run()
+    assert check.run() == gpu_check.WRONG
     sections = json.loads((tmp_path / "gpu_check.json").read_text())["sections"]
     assert sections["ceilings"]["status"] == "failed"
     assert "no such luck" in sections["ceilings"]["traceback"]
@@ -105,6 +155,8 @@ def test_wrong_kernels_are_found():
 def test_a_wrong_model_is_found():
     claims = model_check.check(WrongOps(), HostDevice(), tiny=True)
     assert not any(claim["passed"] for claim in claims if "those of torch" in claim["claim"])
+    wrong = _verdict({"model_right": {"status": "ok", "result": claims}})["wrong"]
+    assert "model_right: logits in float32 are those of torch in float32" in wrong
 
 
 def test_targets_are_judged_by_the_worst_shape():
@@ -121,8 +173,16 @@ def test_targets_are_judged_by_the_worst_shape():
     assert judged == {
         "decode attention": (0.8, False),
         "prefill attention at 4k": (0.7, True),
+        "RMSNorm of 8192 tokens": (None, False),
+        "RoPE and store of 8192 tokens": (None, False),
         "host overhead of a decode step under graphs": (6e-4, False),
     }
+
+
+def test_targets_that_nothing_was_measured_for_are_not_met():
+    told = list(_targets({"kernels": {"status": "failed"}, "steps": {"status": "ok", "result": {"overhead": None}}}))
+    assert len(told) == 5
+    assert not any(target["met"] for target in told)
 
 
 def test_a_row_tells_rates_and_shares():

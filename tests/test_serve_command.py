@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -79,6 +79,10 @@ def test_a_real_executor_needs_neither_a_gpu_nor_a_price(monkeypatch: pytest.Mon
     [
         (["--executor", "warp"], "not one of sim, torch, triton"),
         ([*BARE, "--speed", "0"], "not above 0"),
+        ([*BARE, "--num-threads", "0"], "0 is not at least 1"),
+        ([*BARE, "--default-output-tokens", "-1"], "-1 is below 0"),
+        (["llama-3.1-8b", "--executor", "torch"], "executor 'torch' is not available: rope scaling 'llama3' lacks"),
+        (["llama-3.1-8b", "--gpu", "a100-40gb", "--max-model-len", "-2"], "max_model_len"),
         ([], "no model: give --model"),
         (["--profile", "p.json", *BARE], "give one of them"),
         (["llama-3.1-8b", "--model", "qwen3-32b"], "give one of them"),
@@ -92,6 +96,86 @@ def test_what_cannot_be_served_is_refused_with_exit_code_2(
 ) -> None:
     assert main(["serve", *arguments]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_cache_that_the_host_cannot_hold_is_refused_with_a_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    """A GPU's worth of blocks of a model this small is some 140 GiB of float32."""
+    monkeypatch.setattr("windtunnel.executor.server.executors.free_host_bytes", lambda: 8 * 2**30)
+    assert main(["serve", str(model_folder), "--executor", "torch", "--gpu", "h100"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"it needs [\d.]+ GiB of host memory .* --num-gpu-blocks-override \d+ or less", error)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    pytest.importorskip("torch")
+    from tiny_model import tiny_config
+
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    return tmp_path
+
+
+@pytest.mark.parametrize("spelling", ["auto", "AUTO", "-1"])
+def test_the_longest_context_that_fits_is_taken_on_request(monkeypatch: pytest.MonkeyPatch, spelling: str) -> None:
+    deployment = ("--model", "llama-3.1-8b", "--gpu", "l4", "--max-model-len", spelling)
+    scheduler = planned(monkeypatch, *deployment)[1].scheduler
+    assert scheduler.max_model_len < 131_072
+    assert scheduler.max_model_len <= scheduler.num_gpu_blocks * scheduler.block_size < scheduler.max_model_len + 32
+    roomy = planned(monkeypatch, "--model", "llama-3.1-8b", "--gpu", "h100", "--max-model-len", spelling)[1].scheduler
+    assert roomy.max_model_len == 131_072, "the model's own"
+
+
+def test_the_longest_context_fits_the_cache_of_a_real_executor_too(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    real = (str(model_folder), "--executor", "torch", "--max-model-len", "-1")
+    assert planned(monkeypatch, *real)[1].scheduler.max_model_len == 512
+    scheduler = planned(monkeypatch, *real, "--kv-cache-memory-bytes", "128KiB")[1].scheduler
+    assert scheduler.max_model_len == (scheduler.num_gpu_blocks - 1) * 16 == 240
+
+
+def test_flags_without_effect_are_told(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*arguments: str) -> str:
+        planned(monkeypatch, str(model_folder), *arguments)
+        return " ".join(capsys.readouterr().err.split())
+
+    real = ("--executor", "torch", "-tp", "2", "--speed", "5")
+    alone = told(*real, "--gpu-memory-utilization", "0.5")
+    assert "--tensor-parallel-size 2 has no effect on the torch executor, which has one device: leave it out" in alone
+    assert "--speed 5 has no effect on the torch executor: it is for simulated steps" in alone
+    assert "--gpu-memory-utilization has no effect without --gpu" in alone
+    beside = told(*real, "--gpu", "h100", "--gpu-memory-utilization", "0.5", "--num-gpu-blocks-override", "99")
+    assert "it is for the simulated deployment" in beside
+    assert "it is for simulated steps, once they are swapped in" in beside
+    assert "--gpu-memory-utilization" not in beside
+    assert told("--gpu", "h100", "--speed", "5", "-tp", "2", "--num-threads", "2") == ""
+
+
+def test_what_the_metrics_say_of_the_cache_is_what_was_given(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    def told(*arguments: str) -> tuple[Any, ...]:
+        fields = planned(monkeypatch, str(model_folder), *arguments)[1].cache
+        names = ("gpu_memory_utilization", "num_gpu_blocks_override", "kv_cache_memory_bytes")
+        return (*(fields[name] for name in names), fields["user_specified_block_size"])
+
+    assert told("--gpu", "h100") == (0.92, None, None, False)
+    given = ("--gpu-memory-utilization", "0.5", "--num-gpu-blocks-override", "1k", "--block-size", "16")
+    assert told("--gpu", "h100", *given) == (0.5, 1000, None, True)
+    assert told("--gpu", "h100", "--kv-cache-memory-bytes", "1GiB") == (0.92, None, 2**30, False)
+    assert told("--executor", "torch") == (0.92, None, 2**30, False), "its own default"
+
+
+@pytest.mark.parametrize(("number", "expected"), [("0", None), ("40", 40)])
+def test_the_length_of_unlimited_answers_is_set(
+    monkeypatch: pytest.MonkeyPatch, number: str, expected: int | None
+) -> None:
+    assert planned(monkeypatch, *BARE)[1].default_output_tokens == 256
+    assert planned(monkeypatch, *BARE, "--default-output-tokens", number)[1].default_output_tokens == expected
 
 
 def test_without_torch_the_extra_to_install_is_named(
@@ -109,9 +193,17 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "choose another --port" in capsys.readouterr().err
 
 
+class Running(NamedTuple):
+    process: subprocess.Popen[str]
+    url: str
+    told: list[str]
+    """Its first lines."""
+
+
 @contextmanager
-def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server process and its address, which it prints."""
+def process(*arguments: str) -> Iterator[Running]:
+    """A server of its own."""
+    told: list[str] = []
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     running = subprocess.Popen(
         [sys.executable, "-m", "windtunnel", "serve", "--port", "0", *arguments],
@@ -122,8 +214,9 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     try:
         assert running.stderr is not None
         for line in running.stderr:
+            told.append(line.rstrip())
             if match := re.search(r"Starting windtunnel API server on (http://\S+)", line):
-                yield running, match[1]
+                yield Running(running, match[1], told)
                 break
         else:
             raise AssertionError("it never started")
@@ -135,7 +228,7 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_gracefully(number: signal.Signals) -> None:
-    with process(*BARE) as (running, url):
+    with process(*BARE) as (running, url, _):
         body = {"prompt": "a", "max_tokens": 100}
         with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as answer:
             lines = answer.iter_lines()

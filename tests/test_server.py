@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import random
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from importlib import util
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
@@ -19,10 +23,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import Served, limits, serving, wait_until
 
 from windtunnel.executor.engine import Sequence
+from windtunnel.executor.model_config import DecoderConfig
+from windtunnel.executor.server.cache_info import DEFAULTS, cache_info
 from windtunnel.executor.server.engine_loop import Job
+from windtunnel.executor.server.memory import free_host_bytes, need
 from windtunnel.sim.deployment.metrics_text import read_metrics
+from windtunnel.sim.deployment.model import read_model_config
 from windtunnel.sim.engine.plan import StepPlan, StepResult
 from windtunnel.sim.engine.request import Request
+
+if TYPE_CHECKING or util.find_spec("torch"):
+    from tiny_model import tiny_config
 
 SMALL = {"vocab_size": 1000, "eos_token_id": 999}
 
@@ -88,9 +99,28 @@ def test_an_openai_client_lists_the_model_under_all_its_names(client: openai.Ope
     assert [model.id for model in client.models.list()] == ["tiny", "alias"]
 
 
-def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(server: Served) -> None:
-    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}).json()
-    assert answer["usage"]["total_tokens"] == 600
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def test_a_made_up_answer_to_a_chat_without_a_limit_ends_by_itself(server: Served) -> None:
+    answer = server.post("/v1/chat/completions", {**CHAT, "return_token_ids": True}).json()
+    assert answer["usage"]["completion_tokens"] == 256
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert (choice["token_ids"][-1], len(choice["message"]["content"])) == (999, 255), "the end token has no text"
+    longer = server.post("/v1/chat/completions", {**CHAT, "max_completion_tokens": 300}).json()
+    assert longer["usage"]["completion_tokens"] == 300, "it is no limit for those that bring one"
+    endless = server.post("/v1/chat/completions", {**CHAT, "ignore_eos": True}).json()
+    assert endless["usage"]["total_tokens"] == 600
+
+
+@pytest.mark.parametrize(("length", "expected"), [(None, "length"), (3, "stop"), (5000, "length")])
+def test_how_long_such_an_answer_is_may_be_set(length: int | None, expected: str) -> None:
+    with serving(config=SMALL, default_output_tokens=length) as served:
+        answer = served.post("/v1/chat/completions", CHAT).json()
+        assert answer["choices"][0]["finish_reason"] == expected
+        usage = answer["usage"]
+        assert usage["completion_tokens"] == (3 if length == 3 else 600 - usage["prompt_tokens"])
 
 
 # -- prompts and answers
@@ -331,7 +361,8 @@ def test_a_stream_that_its_client_leaves_frees_its_blocks() -> None:
             with served.client.stream(
                 "POST", "/v1/completions", json={"prompt": [1] * 90, "max_tokens": 500, "stream": True}
             ) as answer:
-                next(answer.iter_lines())
+                lines = answer.iter_lines()  # kept, because the stream is closed with its iterator
+                next(lines)
                 assert not served.is_idle()
         wait_until(served.is_idle)
         metrics = served.frontend.loop.metrics
@@ -430,7 +461,8 @@ def test_the_executor_is_swapped_in_the_middle_of_an_answer() -> None:
     scheduler = limits()
     reader = CacheReader(scheduler)
     with serving(scheduler, config=SMALL, step_s=0.002, executors={"torch": reader}) as served:
-        assert served.client.get("/windtunnel/executor").json() == {"kind": "sim", "available": ["sim", "torch"]}
+        there = {"kind": "sim", "available": ["sim", "torch"], "unavailable": {}}
+        assert served.client.get("/windtunnel/executor").json() == there
         body = {"prompt": [1, 2, 3], "max_tokens": 500, "ignore_eos": True, "stream": True, "return_token_ids": True}
         token_ids: list[int] = []
         with served.client.stream("POST", "/v1/completions", json=body) as answer:
@@ -457,11 +489,87 @@ def test_an_executor_that_is_not_there_is_refused(server: Served) -> None:
     assert server.client.get("/windtunnel/executor").json()["kind"] == "sim"
 
 
+def told(served: Served) -> tuple[list[str], dict[str, str]]:
+    """Which executors the server says it can run, and why not the others."""
+    answer = served.client.get("/windtunnel/executor").json()
+    return answer["available"], answer["unavailable"]
+
+
+def test_executors_that_cannot_run_are_told_with_the_reason() -> None:
+    torch = pytest.importorskip("torch")
+    bundled, _ = read_model_config("llama-3.1-8b")
+    with serving(config=bundled) as served:
+        available, why_not = told(served)
+        assert available == ["sim"]
+        assert "a bundled config has only what a simulation needs" in why_not["torch"]
+    with serving() as served:
+        assert told(served)[1]["torch"] == "it needs a model: start the server with --model"
+    with serving(limits(max_model_len=512), config=tiny_config(), executor="torch", cost=None) as served:
+        available, why_not = told(served)
+        assert "nothing says what a step costs" in why_not["sim"]
+        if not torch.cuda.is_available():
+            assert available == ["torch"]
+            assert why_not["triton"] == "torch sees no GPU; --executor torch needs none"
+        for kind, reason in why_not.items():
+            refused = served.post("/windtunnel/executor", {"kind": kind})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["message"] == f"executor '{kind}' is not available: {reason}"
+
+
+def test_an_executor_too_large_for_the_memory_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    free_bytes = 10 * 2**20
+    monkeypatch.setattr("windtunnel.executor.server.executors.free_host_bytes", lambda: free_bytes)
+    monkeypatch.setattr("windtunnel.executor.cache.PagedKvCache.__init__", lambda *_, **__: pytest.fail("allocated"))
+    needed = need(DecoderConfig.from_hf(tiny_config()), 16, 4, 4)
+    with serving(limits(num_gpu_blocks=20_000, block_size=16, max_model_len=512), config=tiny_config()) as served:
+        assert told(served)[0] == ["sim"]
+        refused = served.post("/windtunnel/executor", {"kind": "torch"})
+        assert refused.status_code == 400
+        message = refused.json()["error"]["message"]
+        assert f"({needed.total_bytes(20_000)} bytes:" in message
+        assert "0.01 GiB are free, of which 90% may be used" in message
+        found = re.search(r"--num-gpu-blocks-override (\d+) or less", message)
+        assert found is not None
+        most = int(found[1])
+        assert needed.total_bytes(most) <= 0.9 * free_bytes < needed.total_bytes(most + 1)
+        assert len(served.complete("still here", max_tokens=3)["text"]) == 3
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_memory_that_runs_out_while_an_executor_is_made_is_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    pytest.importorskip("torch")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("windtunnel.executor.cache.PagedKvCache.__init__", fail)
+    with serving(config=tiny_config(), scheduler=limits(max_model_len=512)) as served:
+        refused = served.post("/windtunnel/executor", {"kind": "torch"})
+        assert refused.status_code == 400
+        assert "there is not enough memory" in refused.json()["error"]["message"]
+        assert len(served.complete("still here", max_tokens=3)["text"]) == 3
+
+
+def test_a_large_cache_that_nobody_uses_can_be_swapped_in() -> None:
+    """4 GiB of address space, of which next to nothing is ever touched."""
+    pytest.importorskip("torch")
+    free_bytes = free_host_bytes()
+    if free_bytes is not None and free_bytes < 5 * 2**30:
+        pytest.skip("needs 5 GiB of free memory")
+    large = limits(num_gpu_blocks=500_000, block_size=16, max_model_len=512)
+    with serving(large, config=tiny_config(), num_threads=1) as served:
+        begin_s = time.monotonic()
+        assert served.post("/windtunnel/executor", {"kind": "torch"}).status_code == 200
+        assert time.monotonic() - begin_s < 10.0
+        assert served.complete("Hello", max_tokens=3, temperature=0)["finish_reason"] is not None
+
+
 def test_a_real_model_answers_as_it_does_alone() -> None:
     """Continuous batching over a tiny pool with preemption gives what one-by-one generation gives."""
     pytest.importorskip("torch")
-    from tiny_model import tiny_config
-
     config = tiny_config(eos_token_id=None)
     prompts = [[3 + i] * (5 + 7 * i) for i in range(6)]
     body: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
@@ -474,6 +582,53 @@ def test_a_real_model_answers_as_it_does_alone() -> None:
         assert [choice["token_ids"] for choice in together] == alone
         assert served.frontend.loop.metrics.preemptions.value() > 0
         wait_until(served.is_idle)
+
+
+# -- the server's end
+
+
+def test_what_is_open_after_the_grace_is_ended_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with serving(config=SMALL, step_s=0.05, grace_s=0.3) as served, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "a", "max_tokens": 500}
+        whole = pool.submit(served.post, "/v1/completions", body)
+        streamed = pool.submit(events, served, "/v1/completions", body)
+        wait_until(lambda: served.frontend.loop.metrics.generation_tokens.value() > 4)
+        served.server.should_exit = True
+        assert whole.result().status_code == 503
+        assert whole.result().json()["error"]["message"] == "the server is shutting down: the answer ends here"
+        *chunks, last = streamed.result()
+        assert last["error"]["code"] == 503
+        assert all(chunk["choices"][0]["text"] for chunk in chunks)
+    assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_does_not_read_is_cut_off_without_a_traceback(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr("windtunnel.executor.server.run._LAST_WORDS_S", 0.5)
+    many = {"prompt": [[1]] * 60, "max_tokens": 500, "return_token_ids": True}
+    body = json.dumps({**many, "stream": stream, "stop": ["\0" * 9]}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with serving(config=SMALL, step_s=0.0001, grace_s=0.1) as served, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(served.url.rsplit(":", 1)[1])))
+        client.sendall(head.encode() + b"\r\n\r\n" + body)
+        wait_until(lambda: served.frontend.loop.metrics.request_success.value("length") == 60)
+        served.server.should_exit = True
+        wait_until(lambda: not served.server.started or not served.server.server_state.tasks)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_routes_that_are_not_there_name_those_that_are(server: Served) -> None:
+    missing = server.client.get("/v1/chat")
+    assert missing.status_code == 404
+    assert "there is no /v1/chat here; there are /v1/completions, " in missing.json()["error"]["message"]
+    wrong = server.client.get("/v1/completions")
+    assert wrong.status_code == 405
+    assert wrong.json()["error"]["message"] == "/v1/completions does not take GET, only POST"
+    assert wrong.headers["allow"] == "POST"
 
 
 # -- pace
@@ -537,6 +692,30 @@ def test_metrics_have_vllms_names_types_and_labels(server: Served) -> None:
     bounds = [s.labels["le"] for s in families["vllm:request_prompt_tokens"].samples if s.name.endswith("_bucket")]
     assert bounds == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "500.0", "+Inf"]
     assert "http_requests" in families
+
+
+def test_the_settings_of_the_cache_are_told_as_vllm_tells_them() -> None:
+    given = {"num_gpu_blocks_override": 400, "gpu_memory_utilization": 0.9, "user_specified_block_size": True}
+    with serving(config={**SMALL, "sliding_window": 4096}, cache=given, kv_cache_dtype="fp8") as served:
+        families = text_string_to_metric_families(served.client.get("/metrics").text)
+        [sample] = next(family.samples for family in families if family.name == "vllm:cache_config_info")
+    assert sample.value == 1
+    assert set(sample.labels) == {*DEFAULTS, "engine"}
+    changed = {name: text for name, text in sample.labels.items() if name != "engine" and text != str(DEFAULTS[name])}
+    assert changed == {
+        "block_size": "4",
+        "cache_dtype": "fp8",
+        "effective_attention_block_size": "4",
+        "gpu_memory_utilization": "0.9",
+        "kv_cache_max_concurrency": str(400 / 150),
+        "kv_cache_size_tokens": "1600",
+        "num_gpu_blocks": "400",
+        "num_gpu_blocks_override": "400",
+        "sliding_window": "4096",
+        "user_specified_block_size": "True",
+    }
+    with pytest.raises(ValueError, match="CacheConfig has no swap_space"):
+        cache_info({"swap_space": 4})
 
 
 def test_metrics_count_what_happened() -> None:

@@ -12,12 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import VOCAB, TinyEngine, logits_at_once, tiny_config, tiny_decoder, tiny_executor
 
+from windtunnel.executor.all_reduce import AllReduceTable, step_all_reduce_s
 from windtunnel.executor.batch import Grant
 from windtunnel.executor.batch_builder import BatchBuilder, uniforms
 from windtunnel.executor.cache import PagedKvCache
+from windtunnel.executor.devices import HostDevice
+from windtunnel.executor.model import Decoder
+from windtunnel.executor.model_config import DecoderConfig
+from windtunnel.executor.reference import TorchOps
 from windtunnel.executor.residency import Residency
 from windtunnel.executor.sampling import SamplingParams, uniform
 from windtunnel.executor.torch_executor import TorchExecutor
+from windtunnel.executor.triton_executor import TritonExecutor
+from windtunnel.executor.weights import random_weights
 from windtunnel.sim.cost.constant import ConstantCost
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.keys import TokenKeys
@@ -456,6 +463,85 @@ def test_uniforms_are_those_of_the_scalar_definition():
     assert uniforms(wrapped, positions).tolist() == expected
 
 
+def test_a_draw_depends_on_all_bits_of_the_seed_and_on_the_place_of_the_new_token():
+    view = engine()
+    seeds, num_tokens = [7, 2**32 + 7, 2**40 + 7, 2**63 + 7, -5, 2**32 - 5], 9
+    requests = [sequence([*range(12)], [3 * i + 1, 3 * i + 2, 3 * i + 3], {}) for i in range(len(seeds))]
+    for request, seed in zip(requests, seeds, strict=True):
+        view.tokens[request], view.params[request] = [*range(12)], SamplingParams(seed=seed)
+    host = BatchBuilder(4, 32).build([Grant(request, num_tokens, 0, True) for request in requests], view)
+    assert host.uniforms.tolist() == [np.float32(uniform(seed, num_tokens)) for seed in seeds]
+    assert len(set(host.uniforms.tolist())) == len(seeds)
+
+
+def test_two_runs_of_one_request_take_one_row():
+    """So that a builder of 64 rows still has 64 for the next step."""
+    view, builder = engine(), BatchBuilder(4, 32)
+    requests = [sequence([*range(12)], [3 * i + 1, 3 * i + 2, 3 * i + 3], {}) for i in range(65)]
+    for request in requests:
+        view.tokens[request], view.params[request] = [*range(12)], SamplingParams()
+    torn, others = requests[0], requests[1:]
+    host = builder.build([Grant(torn, 4, 0, False), Grant(torn, 4, 8, False)], view)
+    assert host.block_tables.tolist() == [[1, 0, 0], [1, 2, 3]]
+    for group in (others, [torn, *others[:-1]], others):
+        tables = builder.build([Grant(request, 12, 0, True) for request in group], view).block_tables
+        assert tables.tolist() == [request.block_ids for request in group]
+
+
+def test_lost_prefix_hits_in_two_places_leave_room_for_a_full_batch():
+    """A hit whose first and last block were lost is computed in two runs; then 64 requests still go into one step."""
+    config = replace(ROOMY, max_num_seqs=64)
+    prompt, params = [*range(50, 71)], greedy(2)[0]
+    torn = engine(config)
+    torn.add(prompt, params)
+    torn.run()
+    hit = torn.add(prompt, params)
+    record = torn.executor.residency
+    for block in list(record._key_of)[::2]:
+        del record._key_of[block]
+    torn.step()
+    assert torn.executor.num_caught_up_tokens == 12
+    others = [[i + 100, 5, 6] for i in range(64)]
+    requests = [torn.add(other, greedy(4)[0]) for other in others]
+    torn.run()
+    assert [torn.answer(request) for request in [hit, *requests]] == answers(
+        ALONE, [prompt, *others], [params, *greedy(*[4] * 64)]
+    )
+
+
+def test_a_request_with_odd_settings_fails_nobody():
+    work = prompts(15, 4)
+    params = [SamplingParams(max_tokens=8, temperature=heat, seed=3) for heat in (1.0, 1e-39, 5e-324, 0.7)]
+    found = answers(ROOMY, work, params)
+    assert found[1:3] == answers(ALONE, work[1:3], greedy(8, 8)), "hardly any temperature is none"
+    assert found == answers(ALONE, work, params)
+
+
+class Sampling(TorchOps):
+    """Samples what it is told to."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__()
+        self.token = token
+
+    def sample(self, logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.full((logits.shape[0],), self.token)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
+def test_what_is_no_token_is_caught_in_the_step_that_sampled_it(token):
+    model = Decoder(MODEL.config, MODEL.weights, Sampling(token))
+    broken = TinyEngine(ROOMY, tiny_executor(ROOMY, model))
+    broken.add([1, 2, 3], greedy(5)[0])
+    with pytest.raises(ValueError, match=rf"in \[0, vocab_size = 512\), got \[{token}\]"):
+        broken.step()
+    model.ops.token = VOCAB - 1
+    fine = TinyEngine(ROOMY, tiny_executor(ROOMY, model))
+    request = fine.add([1, 2, 3], greedy(2)[0])
+    fine.run()
+    assert fine.answer(request) == [VOCAB - 1] * 2
+
+
 def test_requests_may_come_and_go_in_any_number():
     """More than the builder has rows at first, so that it makes room and lets old ones go."""
     many = replace(ROOMY, max_num_seqs=80, max_num_batched_tokens=2048, num_gpu_blocks=2048)
@@ -476,3 +562,91 @@ def test_a_config_of_another_family_runs_too():
         return [under_test.answer(request) for request in requests]
 
     assert served(TIGHT) == served(ALONE)
+
+
+@pytest.mark.parametrize("clock", ["wall", "cpu"])
+def test_operations_are_timed_on_request_and_the_answers_stay_the_same(clock):
+    work, params = prompts(6, 3), greedy(12, 12, 12)
+    timed = engine(clock=clock)
+    requests = [timed.add(prompt, its) for prompt, its in zip(work, params, strict=True)]
+    with timed.executor.timing_ops():
+        timed.run()
+    assert [timed.answer(request) for request in requests] == answers(ROOMY, work, params)
+    calls = {timing.name: timing.num_calls for timing in timed.executor.last_op_timings}
+    layers = MODEL.config.num_hidden_layers
+    assert calls["attention"] == calls["rope_and_store"] == calls["linear 64 -> 224"] == layers
+    assert calls["embed"] == calls["sample"] == calls["linear 64 -> 512"] == 1
+    in_ops_ns = sum(timing.device_ns for timing in timed.executor.last_op_timings)
+    last = timed.executor.last_timing
+    assert 0 < in_ops_ns <= last.forward_ns + last.sample_ns
+    before = timed.executor.last_op_timings
+    again = timed.add(work[0], params[0])
+    timed.run()
+    assert timed.executor.last_op_timings is before, "only on request"
+    assert len(timed.answer(again)) == 12
+
+
+# -- communication, padding
+
+
+TABLE = AllReduceTable("a test", {2: [(64, 1e-5), (2**20, 2e-3)]})
+
+
+def sharded(**options: object) -> TinyEngine:
+    """A rank of two, whose steps lack communication unless a table says what it takes."""
+    config = DecoderConfig.from_hf(tiny_config()).shard(2)
+    model = Decoder(config, random_weights(config), TorchOps())
+    return TinyEngine(ROOMY, tiny_executor(ROOMY, model, **options))
+
+
+def test_the_all_reduces_of_a_sharded_model_are_added_from_a_table():
+    under_test = sharded(all_reduce=TABLE)
+    under_test.add([*range(30)], greedy(3)[0])
+    result = under_test.executor.execute(under_test.scheduler.schedule(0))
+    timing = under_test.executor.last_timing
+    expected_s = step_all_reduce_s(TABLE, under_test.executor.model.config, 30, bytes_per_element=4)
+    assert timing.all_reduce_ns == round(expected_s * 1e9) > 0
+    assert result.step_ns == timing.step_ns > timing.all_reduce_ns
+
+
+def test_without_a_table_or_without_shards_no_communication_is_added():
+    for under_test in (sharded(), engine(all_reduce=TABLE)):
+        under_test.add([*range(30)], greedy(3)[0])
+        under_test.executor.execute(under_test.scheduler.schedule(0))
+        assert under_test.executor.last_timing.all_reduce_ns == 0
+
+
+def test_a_table_that_does_not_fit_is_refused_before_any_step():
+    with pytest.raises(ValueError, match="knows 4 ranks, not 2: measure them"):
+        sharded(all_reduce=AllReduceTable("a test", {4: [(64, 1e-5)]}))
+    small = sharded(all_reduce=AllReduceTable("a test", {2: [(1000, 1e-5)]}))
+    with pytest.raises(ValueError, match="lower the tokens of a step"):
+        small.executor.check_config(ROOMY)
+
+
+def test_the_rows_that_fill_a_graph_are_told_with_the_step():
+    cache = PagedKvCache(MODEL.config, ROOMY.num_gpu_blocks, ROOMY.block_size)
+    under_test = TritonExecutor(MODEL, cache, max_num_seqs=16, device=HostDevice(), capture_at_start=False)
+    padded = TinyEngine(ROOMY, under_test)
+    under_test.adopt(padded)
+    results = []
+    execute = under_test.execute
+    under_test.execute = lambda plan: results.append(execute(plan)) or results[-1]
+    for prompt, its in zip(prompts(9, 3), greedy(4, 4, 4), strict=True):
+        padded.add(prompt, its)
+    padded.run()
+    assert [result.num_padded_tokens for result in results] == [0, 1, 1, 1], "3 decodes in a graph of 4"
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_cache_is_zero_and_takes_memory_only_where_it_is_written(dtype):
+    resource = pytest.importorskip("resource")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cache = PagedKvCache(MODEL.config, 200_000, 16, dtype=dtype)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < cache.num_bytes // 1024 // 4
+    assert cache.keys[0].dtype == dtype
+    assert cache.keys[1].shape == (200_000, 16, 2, 16)
+    assert not cache.values[1][-1].float().any()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.gpu.points import NO_TIME
 from benchmarks.kernels.common import Bench, Heads, default_bench
 from windtunnel.executor.kernels.attention_common import Config
 
@@ -58,16 +59,15 @@ def probe(bench: Bench, more: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         _compile_all(tried)
     best: dict[tuple[int, int, int], tuple[float, Candidate]] = {}
     for candidate in tried:
-        if more():
-            told = _try(bench, candidate)
-            yield told
-            seconds = told.get("median_s")
-            if seconds is not None and candidate.kernel == "decode":
-                best[candidate.shape] = min(best.get(candidate.shape, (seconds, candidate)), (seconds, candidate))
+        told = _try(bench, candidate) if more() else _told(candidate) | {"skipped": NO_TIME}
+        yield told
+        seconds = told.get("median_s")
+        if seconds is not None and candidate.kernel == "decode":
+            best[candidate.shape] = min(best.get(candidate.shape, (seconds, candidate)), (seconds, candidate))
     for _, candidate in best.values():
         for splits in (1, 2) if bench.tiny else (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64):
-            if more():
-                yield _try(bench, candidate._replace(splits=splits))
+            split = candidate._replace(splits=splits)
+            yield _try(bench, split) if more() else _told(split) | {"skipped": NO_TIME}
 
 
 def best_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,13 +80,17 @@ def best_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(fastest.values())
 
 
-def _try(bench: Bench, candidate: Candidate) -> dict[str, Any]:
-    told: dict[str, Any] = {
+def _told(candidate: Candidate) -> dict[str, Any]:
+    return {
         "kernel": candidate.kernel,
         **candidate.choice._asdict(),
         "shape": list(candidate.shape),
         "splits": candidate.splits,
     }
+
+
+def _try(bench: Bench, candidate: Candidate) -> dict[str, Any]:
+    told = _told(candidate)
     try:
         return told | bench.time([_call(bench, candidate)])._asdict()
     except Exception as error:  # too much shared memory, say: others may still run

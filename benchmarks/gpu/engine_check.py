@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.gpu.points import PLAN, PointView
+from benchmarks.gpu.points import NO_TIME, PLAN, PointView
 from windtunnel.executor.cache import PagedKvCache, block_bytes
 from windtunnel.executor.devices import Device
 from windtunnel.executor.engine import Engine
@@ -172,7 +172,7 @@ def step_times(card: ModelOnCard, points: Iterable[Point], more: Callable[[], bo
     for point in points:
         told: dict[str, Any] = {"point": point._asdict(), "shape": point.shape._asdict()}
         if not more():
-            yield told | {"skipped": "no time left"}
+            yield told | {"skipped": NO_TIME}
             continue
         try:
             timings = _run(card.executor, point, 2 if card.tiny else _REPEATS)

@@ -11,6 +11,8 @@ from windtunnel.executor.sampling import SamplingParams
 from windtunnel.sim.engine.plan import StepPlan
 from windtunnel.sim.engine.request import Request
 
+NO_TIME = "no time left"
+"""Why something was skipped that a longer run would have measured."""
 PLAN = StepPlan(0)
 """A plan without admissions, chunks and preemptions: what is computed is the view's business."""
 _GREEDY = SamplingParams(temperature=0.0)

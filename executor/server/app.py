@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -40,6 +41,7 @@ Body = TypeVar("Body", bound=BaseModel)
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
+log = logging.getLogger("windtunnel.server")
 router = APIRouter()
 
 
@@ -318,9 +320,11 @@ async def detokenize(request: Request) -> Response:
 
 @router.get("/windtunnel/executor")
 async def executor(request: Request) -> Response:
-    """Which executor runs the steps, and which others there are."""
+    """Which executor runs the steps, which others can, and why the rest cannot."""
     frontend = _frontend(request)
-    return _json(to_json({"kind": frontend.kind, "available": frontend.executors.kinds}))
+    available = await asyncio.to_thread(frontend.executors.kinds)
+    unavailable = await asyncio.to_thread(frontend.executors.unavailable)
+    return _json(to_json({"kind": frontend.kind, "available": available, "unavailable": unavailable}))
 
 
 @router.post("/windtunnel/executor")
@@ -373,8 +377,23 @@ async def _api_error(_: Request, error: ApiError) -> Response:
     return _json(to_json(error.body()), error.status)
 
 
-async def _http_error(_: Request, error: HTTPException) -> Response:
-    return await _api_error(_, ApiError(str(error.detail), error.status_code, str(error.detail)))
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is no {request.url.path[:200]} here; there are {', '.join(_routes())}"
+    elif error.status_code == 405:
+        message = f"{request.url.path} does not take {request.method}, only {', '.join(_methods_of(request.url.path))}"
+    answer = await _api_error(request, ApiError(message, error.status_code, str(error.detail)))
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+def _routes() -> list[str]:
+    return list(dict.fromkeys(route.path for route in router.routes))
+
+
+def _methods_of(path: str) -> list[str]:
+    return sorted({method for route in router.routes if route.path == path for method in route.methods})
 
 
 async def _client_gone(_: Request, error: ClientDisconnect) -> Response:
@@ -409,6 +428,8 @@ class _Measured:
 
         try:
             await self._app(scope, receive, counting_send)
+        except asyncio.CancelledError:  # at the server's end, when a client does not even read the last words
+            log.info("an answer was cut off")
         finally:
             handler = getattr(scope.get("route"), "path", "none")
             length = dict(scope["headers"]).get(b"content-length", b"0")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windtunnel.executor.engine import Engine
 from windtunnel.executor.filler import Filler
+from windtunnel.executor.model_files import section, token_ids, whole
+from windtunnel.executor.server.cache_info import cache_info
 from windtunnel.executor.server.engine_loop import EngineLoop
-from windtunnel.executor.server.executors import (
-    Executors,
-    ExecutorUnavailable,
-    make_model_executor,
-    why_torch_is_missing,
-)
+from windtunnel.executor.server.executors import Executors, ModelExecutors, WhyNot
 from windtunnel.executor.server.frontend import Frontend, read_sampling_defaults
 from windtunnel.executor.server.metrics import EngineMetrics
 from windtunnel.executor.server.tokenizer import load_chat_template, load_tokenizer
@@ -24,6 +21,9 @@ from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.per_request import make_scheduler
 from windtunnel.sim.engine.protocols import CostModel, Executor
 from windtunnel.sim.simulated import SimExecutor
+
+if TYPE_CHECKING:
+    from windtunnel.executor.model_config import DecoderConfig
 
 ANY_VOCABULARY = 2**20
 """Vocabulary of a server without a model: token ids of any tokenizer are taken."""
@@ -45,14 +45,13 @@ class ServedModel:
     @property
     def vocab_size(self) -> int:
         """Token ids that it knows."""
-        size = (self.config or {}).get("vocab_size") or (self.config or {}).get("text_config", {}).get("vocab_size")
-        return int(size) if size else ANY_VOCABULARY
+        config = self.config or {}
+        return whole(config, "vocab_size", whole(section(config, "text_config"), "vocab_size", ANY_VOCABULARY))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer, by its config.json."""
-        eos = (self.config or {}).get("eos_token_id")
-        return () if eos is None else tuple(map(int, eos)) if isinstance(eos, list) else (int(eos),)
+        return token_ids(self.config or {}, "eos_token_id", self.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,10 @@ class ServerSettings:
     num_threads: int | None = None
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
-    gpu_memory_utilization: float | None = None
+    default_output_tokens: int | None = 256
+    """Tokens after which a made-up answer ends whose request sets no limit; None: it goes on to the context's end."""
+    cache: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of vLLM's CacheConfig that this server was given, for ``vllm:cache_config_info``."""
 
 
 def make_frontend(model: ServedModel, settings: ServerSettings) -> Frontend:
@@ -81,14 +83,16 @@ def make_frontend(model: ServedModel, settings: ServerSettings) -> Frontend:
     """
     executors = _executors(model, settings)
     executor = executors.get(settings.executor)
-    defaults = read_sampling_defaults(model.folder)
+    defaults = read_sampling_defaults(model.folder, model.vocab_size)
     eos_token_ids = tuple(dict.fromkeys((*model.eos_token_ids, *defaults.eos_token_ids)))
     tokenizer = load_tokenizer(model.folder, model.vocab_size, eos_token_ids)
     choices = [token_id for token_id in tokenizer.filler_ids() if token_id not in eos_token_ids]
     engine = Engine(
         make_scheduler(settings.scheduler), executor, Filler(choices or [0], settings.seed), eos_token_ids=eos_token_ids
     )
-    metrics = EngineMetrics(model.names[0], settings.scheduler.max_model_len, _cache_config(settings))
+    metrics = EngineMetrics(
+        model.names[0], settings.scheduler.max_model_len, cache_info(_cache_fields(model, settings))
+    )
     loop = EngineLoop(engine, metrics, settings.speed, settings.max_num_queued_reqs, settings.max_num_queued_tokens)
     return Frontend(
         loop,
@@ -100,37 +104,55 @@ def make_frontend(model: ServedModel, settings: ServerSettings) -> Frontend:
         model.root,
         defaults,
         settings.seed,
+        settings.default_output_tokens,
     )
 
 
+def decoder_config(model: ServedModel) -> DecoderConfig:
+    """The model as executors that compute it see it.  Raises ValueError for none, or one that they do not know."""
+    from windtunnel.executor.model_config import DecoderConfig
+
+    if model.config is None:
+        raise ValueError("it needs a model: start the server with --model")
+    try:
+        return DecoderConfig.from_hf(model.config)
+    except ValueError as error:
+        hint = "" if model.folder else "; a bundled config has only what a simulation needs: give the model's folder"
+        raise ValueError(f"{error}{hint}") from error
+
+
 def _executors(model: ServedModel, settings: ServerSettings) -> Executors:
-    makers: dict[str, Callable[[], Executor]] = {}
-    why_not: dict[str, str] = {}
-    if settings.cost is None:
-        why_not["sim"] = "nothing says what a step costs: start the server with --profile, --cost or --gpu"
-    else:
-        makers["sim"] = partial(SimExecutor, settings.cost)
-    missing = "it needs a model: start the server with --model" if model.config is None else why_torch_is_missing()
+    computing = partial(_model_executors, model, settings)
+    makers: dict[str, Callable[[], Executor]] = {"sim": partial(_simulated, settings)}
+    why_not: dict[str, WhyNot] = {"sim": partial(_why_no_price, settings)}
     for kind in ("torch", "triton"):
-        if missing is None:
-            makers[kind] = partial(_model_executor, kind, model, settings)
-        else:
-            why_not[kind] = missing
+        makers[kind] = lambda kind=kind: computing().make(kind)  # type: ignore[misc]
+        why_not[kind] = partial(_why_no_model, computing, kind)
     return Executors(makers, why_not)
 
 
-def _model_executor(kind: str, model: ServedModel, settings: ServerSettings) -> Executor:
-    from windtunnel.executor.model_config import DecoderConfig
+def _simulated(settings: ServerSettings) -> Executor:
+    assert settings.cost is not None, "_why_no_price asks for it"
+    return SimExecutor(settings.cost)
 
-    assert model.config is not None, "_executors asks for it"
+
+def _why_no_price(settings: ServerSettings) -> str | None:
+    if settings.cost is not None:
+        return None
+    return "nothing says what a step costs: start the server with --profile, --cost or --gpu"
+
+
+def _why_no_model(computing: Callable[[], ModelExecutors], kind: str) -> str | None:
     try:
-        decoder = DecoderConfig.from_hf(model.config)
+        return computing().why_not(kind)
     except ValueError as error:
-        hint = "" if model.folder else "; a bundled config has only what a simulation needs: give the model's folder"
-        raise ExecutorUnavailable(f"executor {kind!r} is not available: {error}{hint}") from error
-    return make_model_executor(
-        kind,
-        decoder,
+        return str(error)
+
+
+def _model_executors(model: ServedModel, settings: ServerSettings) -> ModelExecutors:
+    """What makes the executors that compute the model.  Raises ValueError for one that they do not know."""
+    return ModelExecutors(
+        decoder_config(model),
         model.folder,
         settings.scheduler,
         dtype=settings.dtype,
@@ -140,18 +162,20 @@ def _model_executor(kind: str, model: ServedModel, settings: ServerSettings) -> 
     )
 
 
-def _cache_config(settings: ServerSettings) -> dict[str, Any]:
-    """Labels of ``vllm:cache_config_info``: fields of vLLM's CacheConfig that mean something here."""
-    scheduler = settings.scheduler
+def _cache_fields(model: ServedModel, settings: ServerSettings) -> dict[str, Any]:
+    """What is true of this server, among the fields of vLLM's CacheConfig."""
+    scheduler, config = settings.scheduler, model.config or {}
+    num_blocks_of_a_request = -(-scheduler.max_model_len // scheduler.block_size)
+    concurrency = scheduler.num_gpu_blocks / num_blocks_of_a_request
+    window = (config.get("text_config") or config).get("sliding_window")
     return {
         "block_size": scheduler.block_size,
         "cache_dtype": settings.kv_cache_dtype,
         "enable_prefix_caching": scheduler.enable_prefix_caching,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "kv_cache_memory_bytes": None,
-        "kv_cache_size_tokens": scheduler.num_gpu_blocks * scheduler.block_size,
-        "num_cpu_blocks": None,
+        "sliding_window": window,
         "num_gpu_blocks": scheduler.num_gpu_blocks,
-        "num_gpu_blocks_override": None,
-        "sliding_window": None,
+        "effective_attention_block_size": scheduler.block_size,
+        "kv_cache_size_tokens": int(concurrency * scheduler.max_model_len),
+        "kv_cache_max_concurrency": concurrency,
+        **settings.cache,
     }

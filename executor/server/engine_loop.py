@@ -54,14 +54,24 @@ class Delta(NamedTuple):
     """Of the prompt, found in the prefix cache."""
     error: str | None = None
     """Why it failed, if it did."""
-    is_refusal: bool = False
-    """Whether the failure is the request's own fault."""
+    error_status: int = 500
+    """HTTP's: 400 if the failure is the request's own fault, 503 if the server is about to end."""
 
 
 class Job:
     """One prompt on its way through the engine; ``take`` is called in the event loop's thread."""
 
-    __slots__ = ("arrival_ns", "cache_salt", "has_token", "number", "params", "priority", "prompt_token_ids", "take")
+    __slots__ = (
+        "arrival_ns",
+        "cache_salt",
+        "ends_after",
+        "has_token",
+        "number",
+        "params",
+        "priority",
+        "prompt_token_ids",
+        "take",
+    )
 
     def __init__(
         self,
@@ -70,12 +80,14 @@ class Job:
         take: Callable[[Delta], None],
         priority: int = 0,
         cache_salt: str | None = None,
+        ends_after: int | None = None,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.take = take
         self.priority = priority
         self.cache_salt = cache_salt
+        self.ends_after = ends_after
         self.number = -1
         """Its place among all jobs, once it is submitted."""
         self.arrival_ns = -1
@@ -144,6 +156,10 @@ class EngineLoop:
         self._wake.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+
+    def end_jobs(self, message: str) -> None:
+        """Tell all who wait that nothing more will come, and take nothing in any more."""
+        self._fail_all(message, 503)
 
     @property
     def num_jobs(self) -> int:
@@ -229,10 +245,10 @@ class EngineLoop:
                 self._forget(job)
             job.take(delta)
 
-    def _fail_all(self, message: str) -> None:
+    def _fail_all(self, message: str, status: int = 500) -> None:
         """From here on nothing is taken in; who waits is told."""
         self.failure = message
-        self._deliver([(job, Delta((), "error", error=message)) for job in list(self._jobs)])
+        self._deliver([(job, Delta((), "error", error=message, error_status=status)) for job in list(self._jobs)])
         for done in list(self._swaps):
             _set_exception(done, EngineDead(message))
         self._inbox.clear()
@@ -276,9 +292,10 @@ class EngineLoop:
                 job.arrival_ns,
                 priority=job.priority,
                 cache_salt=job.cache_salt,
+                ends_after=job.ends_after,
             )
         except ValueError as error:
-            self._post([(job, Delta((), error=str(error), is_refusal=True))])
+            self._post([(job, Delta((), error=str(error), error_status=400))])
             return
         self._sequences[job] = sequence
         self._job_of[sequence] = job

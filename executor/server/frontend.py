@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from windtunnel.executor.engine import RealExecutor
+from windtunnel.executor.model_files import read_generation_config
 from windtunnel.executor.sampling import SamplingParams
 from windtunnel.executor.server.engine_loop import EngineDead, EngineLoop, QueueFull
 from windtunnel.executor.server.executors import Executors, ExecutorUnavailable
@@ -42,23 +42,16 @@ class SamplingDefaults:
     """Tokens that end an answer, besides those of ``config.json``."""
 
 
-def read_sampling_defaults(folder: Path | None) -> SamplingDefaults:
+def read_sampling_defaults(folder: Path | None, vocab_size: int | None = None) -> SamplingDefaults:
     """From ``generation_config.json``, where the folder has one, as vLLM does by default.
 
-    Raises ValueError if it is not valid JSON.
+    Raises ModelFileError (a ValueError) if it cannot be read or holds values that no request may have.
     """
-    path = folder / "generation_config.json" if folder is not None else None
-    if path is None or not path.is_file():
-        return SamplingDefaults()
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
-    eos = config.get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    temperature, top_p = config.get("temperature"), config.get("top_p")
+    config = read_generation_config(folder, vocab_size)
     return SamplingDefaults(
-        1.0 if temperature is None else float(temperature), 1.0 if top_p is None else float(top_p), tuple(map(int, ids))
+        1.0 if config.temperature is None else config.temperature,
+        1.0 if config.top_p is None else config.top_p,
+        config.eos_token_ids,
     )
 
 
@@ -79,6 +72,8 @@ class Frontend:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     seed: int = 0
     """Of the draws of requests that bring no seed of their own."""
+    default_output_tokens: int | None = None
+    """Tokens after which a made-up answer ends whose request sets no limit; None: it goes on to the context's end."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -107,9 +102,10 @@ class Frontend:
         )
         given = request.max_completion_tokens
         max_tokens = request.max_tokens if given is None else given
-        if max_tokens is None:
-            max_tokens = max(1, self.max_model_len - len(prompt))
-        return self._start(request, [prompt], max_tokens)
+        if max_tokens is not None:
+            return self._start(request, [prompt], max_tokens)
+        rest = max(1, self.max_model_len - len(prompt))
+        return self._start(request, [prompt], rest, ends_after=self.default_output_tokens)
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         """Token ids of a prompt; raises ApiError for messages that cannot be rendered."""
@@ -196,7 +192,9 @@ class Frontend:
             raise ApiError(str(error), param="messages") from error
         return await self._encode(text, bool(add_special_tokens))
 
-    def _start(self, request: SamplingFields, prompts: list[list[int]], max_tokens: int) -> Generation:
+    def _start(
+        self, request: SamplingFields, prompts: list[list[int]], max_tokens: int, ends_after: int | None = None
+    ) -> Generation:
         params = self._sampling_params(request, max_tokens)
         for prompt in prompts:
             self._check_prompt(prompt, params.max_tokens)
@@ -210,6 +208,7 @@ class Frontend:
                 stops,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                ends_after=ends_after,
             )
         except (QueueFull, EngineDead) as error:
             raise unavailable(str(error)) from error

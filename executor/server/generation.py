@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from windtunnel.executor.sampling import SamplingParams
 from windtunnel.executor.server.engine_loop import Delta, EngineLoop, Job
-from windtunnel.executor.server.protocol import ApiError, internal
+from windtunnel.executor.server.protocol import failed
 from windtunnel.executor.server.tokenizer import Detokenizer, Tokenizer
 
 
@@ -138,8 +138,12 @@ class Generation:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        ends_after: int | None = None,
     ) -> None:
-        """Submits the prompts.  Raises QueueFull or EngineDead if they are not taken."""
+        """Submits the prompts; ``ends_after`` is that of ``Engine.add``.
+
+        Raises QueueFull or EngineDead if they are not taken.
+        """
         self._loop = loop
         self._stops = stops
         self._news: deque[tuple[Answer, Delta]] = deque()
@@ -150,7 +154,7 @@ class Generation:
         ]
         jobs = []
         for answer in self.answers:
-            answer.job = Job(answer.prompt_token_ids, params, _Taker(self, answer), priority, cache_salt)
+            answer.job = Job(answer.prompt_token_ids, params, _Taker(self, answer), priority, cache_salt, ends_after)
             jobs.append(answer.job)
         loop.submit(jobs)
 
@@ -180,7 +184,7 @@ class Generation:
                 if answer.is_over:
                     continue
                 if delta.error is not None:
-                    raise ApiError(delta.error) if delta.is_refusal else internal(delta.error)
+                    raise failed(delta.error, delta.error_status)
                 piece = answer.take(delta, self._stops)
                 if answer.is_over:
                     num_open -= 1

@@ -45,6 +45,11 @@ def unavailable(message: str) -> ApiError:
     return ApiError(message, 503, "Service Unavailable")
 
 
+def failed(message: str, status: int) -> ApiError:
+    """400, 500 or 503, for an answer that broke off."""
+    return {400: ApiError, 503: unavailable}.get(status, internal)(message)
+
+
 def internal(message: str) -> ApiError:
     """500: not the client's fault."""
     return ApiError(message, 500, "InternalServerError")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import signal
 import socket
 import sys
@@ -13,7 +15,9 @@ from windtunnel.executor.server.app import create_app
 from windtunnel.executor.server.frontend import Frontend
 
 GRACE_S = 5
-"""Wall time that open requests get to end after SIGTERM or Ctrl-C; then they are dropped."""
+"""Wall time that open requests get to end after SIGTERM or Ctrl-C; then they are told that nothing more will come."""
+_LAST_WORDS_S = 2
+"""Wall time for telling them, before their connections are cut."""
 _SWITCH_INTERVAL_S = 0.0005  # at the end of a step the engine should not have to wait for the web server
 
 
@@ -51,18 +55,33 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(frontend: Frontend, version: str, *, access_log: bool = False) -> Any:
+def make_server(frontend: Frontend, version: str, *, access_log: bool = False, grace_s: float = GRACE_S) -> Any:
     """The web server around a frontend; ``server.run(sockets=[...])`` runs it."""
     import uvicorn
+
+    class Server(uvicorn.Server):
+        """Ends what is open before connections are cut."""
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            ending = asyncio.get_running_loop().call_later(
+                grace_s, frontend.loop.end_jobs, "the server is shutting down: the answer ends here"
+            )
+            try:
+                await super().shutdown(sockets)
+            finally:
+                ending.cancel()
+                for connection in list(self.server_state.connections):  # of clients that do not read
+                    connection.transport.abort()
+                await asyncio.sleep(0)
 
     config = uvicorn.Config(
         create_app(frontend, version),
         log_config=None,
         access_log=access_log,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=math.ceil(grace_s + _LAST_WORDS_S),
         server_header=False,
     )
-    return uvicorn.Server(config)
+    return Server(config)
 
 
 def run_server(frontend: Frontend, listener: socket.socket, version: str, *, access_log: bool = True) -> None:

@@ -131,6 +131,8 @@ class StepResult(NamedTuple):
     speculated: Speculated | None = None
     sampled: Sequence[tuple[Request, int]] | None = None
     """(request, token) of each request that the step yielded a token for; None from executors that compute none."""
+    num_padded_tokens: int = 0
+    """Rows computed for nobody, which fill the batch up to the size of a CUDA graph; ``StepShape`` has none of them."""
 
 
 EMPTY_SHAPE = StepShape(0, 0, 0, 0, 0, 0, 0)

@@ -22,6 +22,7 @@ _CODES = {
     ("windtunnel.sim.deployment.memory", "InfeasibleDeployment"): EXIT_INFEASIBLE,
     ("windtunnel.sim.deployment.model", "UnsupportedModel"): EXIT_USAGE,
     ("windtunnel.sim.deployment.refusal", "RefusedByVllm"): EXIT_INFEASIBLE,
+    ("windtunnel.executor.model_files", "ModelFileError"): EXIT_UNREADABLE,
     ("windtunnel.memory_inputs", "MemoryInputUnreadable"): EXIT_UNREADABLE,
     ("windtunnel.rundir", "OutputError"): EXIT_USAGE,
     ("windtunnel.comparison", "ProcessDied"): EXIT_USAGE,

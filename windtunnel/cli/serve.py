@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -13,13 +13,12 @@ from windtunnel.cli.output import note, warn
 
 if TYPE_CHECKING:
     from windtunnel.executor.server.build import ServedModel, ServerSettings
-    from windtunnel.sim.engine.config import SchedulerConfig
-    from windtunnel.sim.engine.protocols import CostModel
+    from windtunnel.scenarios.resolve import Resolved
 
 _SERVER, _DEPLOYMENT, _ENGINE = "Server", "Deployment", "Engine (vLLM's flags)"
 _OF_THE_SERVER = (
     *("model_tag", "executor", "profile", "speed", "host", "port", "served_model_name", "num_threads"),
-    "disable_uvicorn_access_log",
+    *("disable_uvicorn_access_log", "default_output_tokens"),
 )
 """Parameters that are no keys of a scenario."""
 _ONE_TOKEN = {"num_requests": 1, "input": 1, "output": 1}
@@ -27,6 +26,8 @@ _ONE_TOKEN = {"num_requests": 1, "input": 1, "output": 1}
 _KV_CACHE_BYTES = 2**30
 """KV cache of a real executor where neither blocks nor bytes nor a GPU say how large it is."""
 _BLOCK_SIZE = 16
+_OUTPUT_TOKENS = 256
+"""Length of a made-up answer to a chat that sets no limit."""
 _UNPRICED = "constant:step_s=1ms"
 """Stands where a scenario wants a price and nothing here is simulated; no step is ever priced by it."""
 
@@ -53,6 +54,15 @@ def serve(
     speed: Annotated[
         float, _flag(_SERVER, "--speed", metavar="X", help="Simulated steps pass X times as fast; 1 by default.")
     ] = 1.0,
+    default_output_tokens: Annotated[
+        int,
+        _flag(
+            _SERVER,
+            "--default-output-tokens",
+            metavar="N",
+            help="Length of made-up answers to chats without max_tokens; 256 by default, 0 is the rest of the context.",
+        ),
+    ] = _OUTPUT_TOKENS,
     host: Annotated[
         str,
         _flag(_SERVER, "--host", metavar="HOST", help="Address to listen on; 127.0.0.1 by default, 0.0.0.0 is all."),
@@ -117,7 +127,13 @@ def serve(
         str | None, _flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step: 8192, 16k.")
     ] = None,
     max_model_len: Annotated[
-        str | None, _flag(_ENGINE, "--max-model-len", metavar="N", help="Longest prompt plus output, in tokens.")
+        str | None,
+        _flag(
+            _ENGINE,
+            "--max-model-len",
+            metavar="N|auto",
+            help="Longest prompt plus output, in tokens; auto (or -1) is the longest that fits.",
+        ),
     ] = None,
     block_size: Annotated[str | None, _flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
     enable_chunked_prefill: Annotated[
@@ -149,7 +165,7 @@ def serve(
       windtunnel serve --model llama-3.1-8b --gpu h100 --max-model-len 32k --speed 10 --port 0
       windtunnel serve --cost constant:step_s=20ms --num-gpu-blocks-override 4096 --max-model-len 8192
       windtunnel serve ./tiny-llama --executor torch
-      windtunnel serve ./tiny-llama --executor torch --profile profile.json
+      windtunnel serve ./tiny-llama --executor torch --cost constant:step_s=5ms
     """
     missing = _missing_packages()
     if missing:
@@ -158,7 +174,8 @@ def serve(
     flags = {name: value for name, value in ctx.params.items() if name not in _OF_THE_SERVER and value is not None}
     flags["model"] = _one_model(model, model_tag)
     try:
-        served, settings = _plan(flags, executor, profile, speed, served_model_name or [], num_threads)
+        of_server = _OfServer(executor, profile, speed, num_threads, default_output_tokens)
+        served, settings = _plan(flags, of_server, served_model_name or [])
         _run(served, settings, host, port, access_log=not disable_uvicorn_access_log)
     except ValueError as error:
         raise _refused(error) from None
@@ -182,45 +199,65 @@ def _refused(error: ValueError) -> Exception:
     return error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error))
 
 
-def _plan(
-    flags: Mapping[str, Any],
-    executor: str,
-    profile: str | None,
-    speed: float,
-    names: list[str],
-    num_threads: int | None,
-) -> tuple[ServedModel, ServerSettings]:
+class _OfServer(NamedTuple):
+    """Flags that no scenario knows."""
+
+    executor: str
+    profile: str | None
+    speed: float
+    num_threads: int | None
+    default_output_tokens: int
+
+    @property
+    def is_real(self) -> bool:
+        """Whether a model is computed from the first step on."""
+        return self.executor != "sim"
+
+
+def _plan(flags: Mapping[str, Any], of_server: _OfServer, names: list[str]) -> tuple[ServedModel, ServerSettings]:
     from windtunnel.executor.server.build import ServerSettings
 
-    _check(executor, speed)
+    _check(of_server)
     served = _served_model(flags.get("model"), names)
-    scheduler, cost, told = _deployment(flags, executor, profile, served)
+    given, is_priced = _completed(flags, of_server, served)
+    resolved = _resolved(given)
+    for warning in resolved.warnings:
+        warn(warning)
+    _tell_of_what_has_no_effect(flags, of_server, is_priced=is_priced)
     settings = ServerSettings(
-        scheduler,
-        cost,
-        executor,
-        speed,
-        int(told["seed"]),
+        resolved.config,
+        resolved.cost if is_priced else None,
+        of_server.executor,
+        of_server.speed,
+        int(resolved.seed),
         flags.get("dtype") or "auto",
         flags.get("kv_cache_dtype") or "auto",
-        num_threads,
-        told["max_num_queued_reqs"],
-        told["max_num_queued_tokens"],
-        flags.get("gpu_memory_utilization"),
+        of_server.num_threads,
+        resolved.system.max_num_queued_reqs,
+        resolved.system.max_num_queued_tokens,
+        of_server.default_output_tokens or None,
+        _cache_fields(flags, of_server, resolved),
     )
     return served, settings
 
 
-def _check(executor: str, speed: float) -> None:
-    from windtunnel.executor.server.executors import KINDS, why_torch_is_missing
+def _check(of_server: _OfServer) -> None:
+    from windtunnel.executor.server.executors import KINDS, unavailable_text, why_torch_is_missing
 
+    executor = of_server.executor
     if executor not in KINDS:
         raise typer.BadParameter(f"{executor!r} is not one of {', '.join(KINDS)}", param_hint="--executor")
-    if not 0 < speed < float("inf"):
-        raise typer.BadParameter(f"{speed} is not above 0", param_hint="--speed")
-    missing = why_torch_is_missing() if executor != "sim" else None
+    if not 0 < of_server.speed < float("inf"):
+        raise typer.BadParameter(f"{of_server.speed} is not above 0", param_hint="--speed")
+    if of_server.num_threads is not None and of_server.num_threads < 1:
+        message = f"{of_server.num_threads} is not at least 1; leave it out for all threads that torch takes by itself"
+        raise typer.BadParameter(message, param_hint="--num-threads")
+    if of_server.default_output_tokens < 0:
+        message = f"{of_server.default_output_tokens} is below 0; 0 is the rest of the context"
+        raise typer.BadParameter(message, param_hint="--default-output-tokens")
+    missing = why_torch_is_missing() if of_server.is_real else None
     if missing is not None:
-        raise typer.BadParameter(f"--executor {executor}: {missing}")
+        raise typer.BadParameter(unavailable_text(executor, missing))
 
 
 def _served_model(name: str | None, names: list[str]) -> ServedModel:
@@ -236,62 +273,123 @@ def _served_model(name: str | None, names: list[str]) -> ServedModel:
     return ServedModel(tuple(names) or (name,), name, config, folder)
 
 
-def _deployment(
-    flags: Mapping[str, Any], executor: str, profile: str | None, served: ServedModel
-) -> tuple[SchedulerConfig, CostModel | None, dict[str, Any]]:
-    """The scheduler's config, what prices steps (None if nothing does) and the server's own settings.
+def _completed(flags: Mapping[str, Any], of_server: _OfServer, served: ServedModel) -> tuple[dict[str, Any], bool]:
+    """The flags of the scenario that the server is, and whether they say what a step costs."""
+    given = dict(flags)
+    if of_server.profile is not None:
+        if given.get("cost") is not None:
+            raise typer.BadParameter("--profile and --cost both say what a step costs: give one of them")
+        given["cost"] = f"profile:path={of_server.profile}"
+    is_priced = not of_server.is_real or given.get("cost") is not None or given.get("gpu") is not None
+    if not is_priced:
+        given["cost"] = _UNPRICED
+    if _sizes_its_own_cache(flags, of_server):
+        given["num_gpu_blocks_override"] = str(_num_real_blocks(given, of_server.executor, served))
+        given.pop("kv_cache_memory_bytes", None)
+    return given, is_priced
 
-    They are resolved as those of a scenario.
-    """
+
+def _sizes_its_own_cache(flags: Mapping[str, Any], of_server: _OfServer) -> bool:
+    """Whether the KV cache is that of this machine, not of a GPU that is simulated or of so many blocks."""
+    return of_server.is_real and flags.get("gpu") is None and flags.get("num_gpu_blocks_override") is None
+
+
+def _resolved(given: dict[str, Any]) -> Resolved:
+    """Everything that a scenario says, with the longest context that fits for --max-model-len auto, as in vLLM."""
+    from windtunnel.sim.deployment.memory import InfeasibleDeployment
+
+    if not _is_auto(given.get("max_model_len")):
+        return _resolve(given)
+    given = {**given, "max_model_len": None}
+    try:
+        return _resolve(given)
+    except InfeasibleDeployment as error:
+        if error.largest_max_model_len < 1:
+            raise
+        return _resolve({**given, "max_model_len": str(error.largest_max_model_len)})
+
+
+def _is_auto(max_model_len: str | None) -> bool:
+    return max_model_len is not None and max_model_len.strip().lower() in ("auto", "-1")
+
+
+def _resolve(given: Mapping[str, Any]) -> Resolved:
     from windtunnel.cli.simulate import overrides
     from windtunnel.scenarios.load import Override, load_scenario
     from windtunnel.scenarios.resolve import resolve
 
-    given = dict(flags)
-    if profile is not None:
-        if given.get("cost") is not None:
-            raise typer.BadParameter("--profile and --cost both say what a step costs: give one of them")
-        given["cost"] = f"profile:path={profile}"
-    is_priced = given.get("cost") is not None or given.get("gpu") is not None
-    if executor != "sim" and not is_priced:
-        given["cost"] = _UNPRICED
-    if executor != "sim" and given.get("gpu") is None and given.get("num_gpu_blocks_override") is None:
-        given["num_gpu_blocks_override"] = str(_num_real_blocks(given, served))
-        given.pop("kv_cache_memory_bytes", None)
     workload = {key: Override(value, "the server's clients") for key, value in _ONE_TOKEN.items()}
     synchronous = {"async_scheduling": Override(False, "windtunnel serve decides steps one by one")}
-    resolved = resolve(load_scenario(None, {**overrides(given), **workload, **synchronous}))
-    for warning in resolved.warnings:
-        warn(warning)
-    limits = resolved.system
-    told = {
-        "seed": resolved.seed,
-        "max_num_queued_reqs": limits.max_num_queued_reqs,
-        "max_num_queued_tokens": limits.max_num_queued_tokens,
-    }
-    return resolved.config, resolved.cost if executor == "sim" or is_priced else None, told
+    return resolve(load_scenario(None, {**overrides(given), **workload, **synchronous}))
 
 
-def _num_real_blocks(given: Mapping[str, Any], served: ServedModel) -> int:
-    """Blocks of a real executor's cache: as many as its memory holds, and no more than the seats can ever use."""
-    from windtunnel.executor.model_config import DecoderConfig
+def _cache_fields(flags: Mapping[str, Any], of_server: _OfServer, resolved: Resolved) -> dict[str, Any]:
+    """What the flags and the memory plan say of the fields of vLLM's CacheConfig."""
     from windtunnel.scenarios.units import parse_count, parse_size_bytes
 
-    if served.config is None:
-        raise typer.BadParameter("--executor torch and triton compute a model: give --model")
-    model = DecoderConfig.from_hf(served.config)
+    override, size = flags.get("num_gpu_blocks_override"), flags.get("kv_cache_memory_bytes")
+    if size is None and _sizes_its_own_cache(flags, of_server):
+        size = _KV_CACHE_BYTES
+    share = flags.get("gpu_memory_utilization")
+    fields = {
+        "user_specified_block_size": flags.get("block_size") is not None,
+        "gpu_memory_utilization": resolved.version.gpu_memory_utilization if share is None else share,
+        "num_gpu_blocks_override": None if override is None else parse_count(override),
+        "kv_cache_memory_bytes": None if size is None else parse_size_bytes(size),
+    }
+    pool = resolved.kv_pool
+    if pool is not None:
+        fields |= {"kv_cache_size_tokens": pool.kv_cache_tokens, "kv_cache_max_concurrency": pool.max_concurrency}
+    return fields
+
+
+def _tell_of_what_has_no_effect(flags: Mapping[str, Any], of_server: _OfServer, *, is_priced: bool) -> None:
+    """Say which flags do nothing, or nothing before another executor is swapped in."""
+    executor, has_gpu = of_server.executor, flags.get("gpu") is not None
+    if of_server.is_real:
+        later = "it is for simulated steps, once they are swapped in" if is_priced else "it is for simulated steps"
+        if of_server.speed != 1:
+            warn(f"--speed {of_server.speed:g} has no effect on the {executor} executor: {later}")
+        if flags.get("tensor_parallel_size") not in (None, "1"):
+            size = flags["tensor_parallel_size"]
+            scope = "it is for the simulated deployment" if has_gpu else "leave it out"
+            warn(
+                f"--tensor-parallel-size {size} has no effect on the {executor} executor, which has one device: {scope}"
+            )
+        if flags.get("gpu_memory_utilization") is not None and not has_gpu:
+            warn("--gpu-memory-utilization has no effect without --gpu: --kv-cache-memory-bytes sizes the cache")
+    if of_server.num_threads is not None and executor == "triton":
+        warn("--num-threads has no effect on the triton executor: it is for --executor torch")
+
+
+def _num_real_blocks(given: Mapping[str, Any], executor: str, served: ServedModel) -> int:
+    """Blocks of a real executor's cache: as many as its memory holds, and no more than the seats can ever use."""
+    from windtunnel.executor.server.build import decoder_config
+    from windtunnel.executor.server.executors import unavailable_text
+    from windtunnel.scenarios.units import parse_count, parse_size_bytes
+
+    try:
+        model = decoder_config(served)
+    except ValueError as error:
+        raise typer.BadParameter(unavailable_text(executor, str(error))) from error
     size = parse_count(given.get("block_size") or _BLOCK_SIZE)
-    max_model_len = parse_count(given.get("max_model_len") or model.max_model_len)
-    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * _element_bytes(given)
+    asked = given.get("max_model_len")
+    max_model_len = model.max_model_len if asked is None or _is_auto(asked) else parse_count(asked)
+    element_bytes = _element_bytes(given, "float32" if executor == "torch" else model.dtype)
+    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * element_bytes
     memory_bytes = parse_size_bytes(given.get("kv_cache_memory_bytes") or _KV_CACHE_BYTES)
     most_useful = parse_count(given.get("max_num_seqs") or 128) * -(-max_model_len // size) + 1
     return int(max(2, min(memory_bytes // (token_bytes * size), most_useful)))
 
 
-def _element_bytes(given: Mapping[str, Any]) -> int:
-    """Bytes of a number in the cache; --executor torch computes in float32 unless told otherwise."""
-    name = str(given.get("kv_cache_dtype") or "auto")
-    name = str(given.get("dtype") or "auto") if name == "auto" else name
+def _element_bytes(given: Mapping[str, Any], default: str) -> int:
+    """Bytes of a number in the cache, which is of the weights' type unless told otherwise."""
+    for key in ("kv_cache_dtype", "dtype"):
+        name = str(given.get(key) or "auto")
+        if name != "auto":
+            break
+    else:
+        name = default
     if name.startswith("fp8"):
         return 1
     return 2 if name in ("half", "float16", "bfloat16") else 4
@@ -313,8 +411,10 @@ def _tell(frontend: Any, settings: ServerSettings) -> None:
     scheduler, cost = settings.scheduler, settings.cost
     tokens = "its own tokenizer" if frontend.tokenizer.has_real_vocabulary else "bytes as tokens"
     note(f"Model {frontend.model_name}, {frontend.tokenizer.vocab_size:,} token ids, {tokens}")
+    device = "CPU" if settings.executor == "torch" else "GPU"
+    num_tokens = settings.cache.get("kv_cache_size_tokens", scheduler.num_gpu_blocks * scheduler.block_size)
     note(
-        f"GPU KV cache size: {scheduler.num_gpu_blocks * scheduler.block_size:,} tokens "
+        f"{device} KV cache size: {num_tokens:,} tokens "
         f"({scheduler.num_gpu_blocks:,} blocks of {scheduler.block_size}), max_model_len {scheduler.max_model_len:,}"
     )
     if settings.executor == "sim" and cost is not None:
