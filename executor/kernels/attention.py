@@ -30,8 +30,9 @@ def attention(
     """Causal attention of each new token over its sequence's cache, as ``executor.ops.Ops.attention``: [T, Hq, D].
 
     q may be a slice of a wider tensor if a head's elements are adjacent.  Caches are [N, S, Hk, D], S at least 8, of
-    q's type or float8_e4m3fn.  A decode with context length 0 (a padding row) gives 0; rows past the last sequence are
-    left as they come.  Raises ValueError for shapes, types, strides or devices that the kernels can't take.
+    q's type or float8_e4m3fn.  A decode with context length 0 (a padding row) gives 0.
+    Only decodes can be padded: rows past the last sequence's would be left undefined.  Raises ValueError for shapes,
+    types, strides or devices that the kernels can't take.
     """
     _check(q, key_cache, value_cache, batch, scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

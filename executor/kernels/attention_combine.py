@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _PARTS_AT_ONCE = 8
 _NUM_WARPS = 2
+_NUM_STAGES = 3
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -78,13 +79,14 @@ def combine(out: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> None:
         D_PAD=triton.next_power_of_2(head_dim),
         PARTS=_PARTS_AT_ONCE,
         num_warps=_NUM_WARPS,
+        num_stages=_NUM_STAGES,
     )
 
 
 def aot_cases(sm: int) -> list[AotCase]:
     """What is compiled ahead of time; the same for every ``sm``."""
     del sm
-    return [_aot_case(64, "fp16"), _aot_case(128, "bf16")]
+    return [_aot_case(head_dim, kind) for head_dim in (64, 128) for kind in ("bf16", "fp16")]
 
 
 def _aot_case(head_dim: int, kind: str) -> AotCase:
@@ -107,5 +109,5 @@ def _aot_case(head_dim: int, kind: str) -> AotCase:
         constexprs={"D": head_dim, "D_PAD": triton.next_power_of_2(head_dim), "PARTS": _PARTS_AT_ONCE},
         aligned=("out_ptr", "parts_ptr", "lse_ptr", "stride_ot", "stride_oh"),
         num_warps=_NUM_WARPS,
-        num_stages=3,
+        num_stages=_NUM_STAGES,
     )

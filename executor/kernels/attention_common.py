@@ -8,12 +8,17 @@ multiplied by scale * log2(e) once.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from windtunnel.executor.kernels.aot import AotCase
 
 LOG2_E = math.log2(math.e)
 _MAX_SPLITS = 128
@@ -36,6 +41,23 @@ class Config(NamedTuple):
     """Depth of the pipeline of loads."""
 
 
+def aot_shapes() -> Iterator[tuple[int, int, str, bool, int, bool]]:
+    """(head_dim, query heads of a KV head, type of queries, fp8 cache, block_size, split) proven ahead of time.
+
+    Heads and groups of the models that ``DecoderConfig`` is meant for (the largest group, 16, is Llama 3.1 405B's),
+    vLLM's common block sizes, the types that are served.  Other shapes run too, but nothing is proven of them.
+    """
+    return product((64, 128), range(1, 17), ("bf16", "fp16"), (False, True), (16, 32), (False, True))
+
+
+def distinct(cases: Iterable[AotCase]) -> list[AotCase]:
+    """Cases without those that would be compiled to the same kernel: equal in all but the name."""
+    seen: dict[tuple[Any, ...], AotCase] = {}
+    for case in cases:
+        seen.setdefault((case.kernel, *(repr(part) for part in case[2:])), case)
+    return list(seen.values())
+
+
 def padded(head_dim: int) -> int:
     """Elements of a head as kernels see it: a power of two, of which tensor cores can take half (pairs of fp8)."""
     return max(32, int(triton.next_power_of_2(head_dim)))
@@ -50,6 +72,11 @@ def fp8_way(dtype: torch.dtype, sm: int) -> str:
     if dtype is not torch.float8_e4m3fn:
         return ""
     return "plain" if sm == 0 else "cvt" if sm >= 89 else "packed"
+
+
+def operand_bytes(q: torch.Tensor, cache: torch.Tensor) -> int:
+    """What decides about tiles: bytes of an element of the cache, or 4 where products are taken in float32."""
+    return 4 if q.dtype is torch.float32 else cache.element_size()
 
 
 def fp8_factor(way: str) -> float:
@@ -217,11 +244,16 @@ def largest_of_rows(x):
 
 @triton.jit
 def query_operand(q, largest, UPCAST: tl.constexpr):
-    """Queries beside an fp8 cache: float16, divided by the largest of their row, or bfloat16 could overflow."""
-    q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
+    """Queries beside an fp8 cache: float16, divided by the largest of their row, or bfloat16 could overflow.
+
+    float32 stays what it is, and its launchers set UPCAST, so that all products are taken in float32.
+    """
+    x = q.to(tl.float32) / largest[:, None]
+    if q.dtype != tl.float32:
+        x = x.to(tl.float16)
     if UPCAST:
-        q = q.to(tl.float32)
-    return q
+        x = x.to(tl.float32)
+    return x
 
 
 @triton.jit

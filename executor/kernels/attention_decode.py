@@ -17,7 +17,9 @@ from windtunnel.executor.kernels.attention_combine import combine, new_parts
 from windtunnel.executor.kernels.attention_common import (
     LOG2_E,
     Config,
+    aot_shapes,
     cache_offsets,
+    distinct,
     finish,
     fp8_factor,
     fp8_way,
@@ -26,6 +28,7 @@ from windtunnel.executor.kernels.attention_common import (
     num_sms_of,
     num_splits,
     operand,
+    operand_bytes,
     operand_pair,
     padded,
     query_operand,
@@ -37,7 +40,9 @@ if TYPE_CHECKING:
     from windtunnel.executor.kernels.aot import AotCase
 
 
-@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["table_ptr", "context_lens_ptr"])
+@triton.jit(
+    do_not_specialize=["group", "stride_table"], do_not_specialize_on_alignment=["table_ptr", "context_lens_ptr"]
+)
 def decode_kernel(
     out_ptr,
     lse_ptr,
@@ -46,6 +51,7 @@ def decode_kernel(
     value_ptr,
     table_ptr,
     context_lens_ptr,
+    group,
     scale_log2,
     v_scale,
     stride_qt,
@@ -56,7 +62,6 @@ def decode_kernel(
     stride_slot,
     stride_head,
     stride_table,
-    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -73,9 +78,9 @@ def decode_kernel(
     num_splits = tl.num_programs(1)
 
     offs_m = tl.arange(0, BLOCK_M)
-    heads = kv_head * GROUP + offs_m
-    mask_m = offs_m < GROUP
-    lse_ptrs = lse_ptr + (seq * tl.num_programs(0) * GROUP + heads) * num_splits + split
+    heads = kv_head * group + offs_m
+    mask_m = offs_m < group
+    lse_ptrs = lse_ptr + (seq * tl.num_programs(0) * group + heads) * num_splits + split
 
     context_len = tl.load(context_lens_ptr + seq)
     part = tl.cdiv(tl.cdiv(context_len, TILE), num_splits) * TILE
@@ -179,7 +184,7 @@ def decode(
     _, block_size, num_kv_heads, _ = key_cache.shape
     group = num_heads // num_kv_heads
     sm = sm_of(q)
-    chosen = choice or config(sm, head_dim, group, key_cache.element_size())
+    chosen = choice or config(sm, head_dim, group, operand_bytes(q, key_cache))
     way = fp8_way(key_cache.dtype, sm)
     if way:
         key_cache, value_cache = key_cache.view(torch.uint16), value_cache.view(torch.uint16)
@@ -195,6 +200,7 @@ def decode(
         value_cache,
         block_tables,
         context_lens,
+        group,
         scale * LOG2_E * k_scale * fp8_factor(way),
         v_scale * fp8_factor(way),
         q.stride(0),
@@ -205,14 +211,13 @@ def decode(
         key_cache.stride(1),
         key_cache.stride(2),
         block_tables.stride(0),
-        GROUP=group,
         BLOCK_M=chosen.block_m,
         D=head_dim,
         D_PAD=padded(head_dim),
         BLOCK_SIZE=block_size,
         TILE=chosen.tile,
         FP8=way,
-        UPCAST=INTERPRETED,
+        UPCAST=INTERPRETED or q.dtype is torch.float32,
         SPLIT=splits > 1,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
@@ -222,26 +227,19 @@ def decode(
 
 
 def aot_cases(sm: int) -> list[AotCase]:
-    """What is compiled ahead of time: all head sizes and types, with block sizes, groups and splits in turn."""
-    return [
-        _aot_case(sm, head_dim, *shape)
-        for head_dim in (64, 128)
-        for shape in (
-            ("bf16", "bf16", 16, 4, False),
-            ("fp16", "fp16", 32, 8, True),
-            ("bf16", "u16", 16, 1, False),
-            ("fp16", "u16", 32, 4, True),
-        )
-    ]
+    """Every kernel that ``decode`` launches on ``sm`` for the shapes of ``attention_common.aot_shapes``."""
+    return distinct(
+        _aot_case(sm, head_dim, group, q_kind, fp8, block_size, split)
+        for head_dim, group, q_kind, fp8, block_size, split in aot_shapes()
+    )
 
 
-def _aot_case(sm: int, head_dim: int, q_kind: str, kv_kind: str, block_size: int, group: int, split: bool) -> AotCase:
+def _aot_case(sm: int, head_dim: int, group: int, q_kind: str, fp8: bool, block_size: int, split: bool) -> AotCase:
     from windtunnel.executor.kernels.aot import AotCase
 
-    fp8 = kv_kind == "u16"
     chosen = config(sm, head_dim, group, 1 if fp8 else 2)
+    kv_kind = "u16" if fp8 else q_kind
     constexprs = {
-        "GROUP": group,
         "BLOCK_M": chosen.block_m,
         "D": head_dim,
         "D_PAD": padded(head_dim),
@@ -264,9 +262,9 @@ def _aot_case(sm: int, head_dim: int, q_kind: str, kv_kind: str, block_size: int
     integers = {f"stride_{name}": "i32" for name in (*strides, "table")}
     return AotCase(
         name=f"attention_decode {q_kind} kv {'fp8' if fp8 else kv_kind} head_dim {head_dim} block {block_size}"
-        f" group {group}{' split' if split else ''}",
+        f" rows {chosen.block_m}{' split' if split else ''}",
         kernel=decode_kernel,
-        signature=pointers | lists | scalars | integers | dict.fromkeys(constexprs, "constexpr"),
+        signature=pointers | lists | {"group": "i32"} | scalars | integers | dict.fromkeys(constexprs, "constexpr"),
         constexprs=constexprs,
         aligned=(*pointers, *(f"stride_{name}" for name in strides)),
         num_warps=chosen.num_warps,

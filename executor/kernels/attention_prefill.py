@@ -1,7 +1,7 @@
 """Paged attention for chunks of several new tokens behind a cached prefix, of many sequences in one launch.
 
-The rows of a program are BLOCK_Q new tokens of one sequence x the query heads of one KV head, so that a tile of keys
-serves the whole group.  Sequence s gets the blocks query_starts[s] // BLOCK_Q + s and up; a program finds its sequence
+The rows of a program are block_q new tokens of one sequence x the query heads of one KV head, so that a tile of keys
+serves the whole group.  Sequence s gets the blocks query_starts[s] // block_q + s and up; a program finds its sequence
 by binary search.  That needs nothing from the host but the sizes, costs a few cached loads, and leaves at most one
 program a sequence and head without work, however ragged the batch.  Blocks with the longest reach come first.
 
@@ -21,7 +21,9 @@ from windtunnel.executor.kernels.attention_combine import combine, new_parts
 from windtunnel.executor.kernels.attention_common import (
     LOG2_E,
     Config,
+    aot_shapes,
     cache_offsets,
+    distinct,
     finish,
     fp8_factor,
     fp8_way,
@@ -30,6 +32,7 @@ from windtunnel.executor.kernels.attention_common import (
     num_sms_of,
     num_splits,
     operand,
+    operand_bytes,
     padded,
     query_operand,
     weigh,
@@ -39,16 +42,18 @@ from windtunnel.executor.kernels.device import INTERPRETED, sm_of
 if TYPE_CHECKING:
     from windtunnel.executor.kernels.aot import AotCase
 
+_AOT_QUERY_LENS = (2, 4096)
+
 
 @triton.jit
-def _find_sequence(query_starts_ptr, block, num_seqs, BLOCK_Q: tl.constexpr):
+def _find_sequence(query_starts_ptr, block, num_seqs, block_q):
     """The last sequence whose first block is at most ``block``."""
     origin = tl.load(query_starts_ptr)
     low = 0
     high = num_seqs
     while high - low > 1:
         middle = (low + high) // 2
-        first_block = (tl.load(query_starts_ptr + middle) - origin) // BLOCK_Q + middle
+        first_block = (tl.load(query_starts_ptr + middle) - origin) // block_q + middle
         if first_block <= block:
             low = middle
         else:
@@ -96,7 +101,7 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "stride_table"],
+    do_not_specialize=["num_seqs", "group", "stride_table"],
     do_not_specialize_on_alignment=["table_ptr", "context_lens_ptr", "query_starts_ptr"],
 )
 def prefill_kernel(
@@ -109,6 +114,7 @@ def prefill_kernel(
     context_lens_ptr,
     query_starts_ptr,
     num_seqs,
+    group,
     scale_log2,
     v_scale,
     stride_qt,
@@ -119,7 +125,6 @@ def prefill_kernel(
     stride_slot,
     stride_head,
     stride_table,
-    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -133,31 +138,31 @@ def prefill_kernel(
 
     With SPLIT, out is float32 [rows, heads, splits, D] and lse its log-sums.
     """
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    block_q = BLOCK_M // group
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     num_splits = tl.num_programs(1)
     block = tl.num_programs(2) - 1 - tl.program_id(2)
 
-    seq = _find_sequence(query_starts_ptr, block, num_seqs, BLOCK_Q)
+    seq = _find_sequence(query_starts_ptr, block, num_seqs, block_q)
     origin = tl.load(query_starts_ptr)
     seq_start = tl.load(query_starts_ptr + seq)
     query_len = tl.load(query_starts_ptr + seq + 1) - seq_start
-    first_query = (block - ((seq_start - origin) // BLOCK_Q + seq)) * BLOCK_Q
+    first_query = (block - ((seq_start - origin) // block_q + seq)) * block_q
     if first_query >= query_len:
         return
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, D_PAD)
-    queries = first_query + offs_m // GROUP
-    heads = kv_head * GROUP + offs_m % GROUP
-    mask_m = (offs_m < BLOCK_Q * GROUP) & (queries < query_len)
+    queries = first_query + offs_m // group
+    heads = kv_head * group + offs_m % group
+    mask_m = (offs_m < block_q * group) & (queries < query_len)
     rows = (seq_start - origin + queries).to(tl.int64)
-    lse_ptrs = lse_ptr + (rows * tl.num_programs(0) * GROUP + heads) * num_splits + split
+    lse_ptrs = lse_ptr + (rows * tl.num_programs(0) * group + heads) * num_splits + split
 
     context_len = tl.load(context_lens_ptr + seq)
     prefix_len = context_len - query_len
-    reach = prefix_len + tl.minimum(first_query + BLOCK_Q, query_len)  # tokens that the last row sees
+    reach = prefix_len + tl.minimum(first_query + block_q, query_len)  # tokens that the last row sees
     part = tl.cdiv(tl.cdiv(reach, TILE), num_splits) * TILE
     first = split * part
     end = tl.minimum(first + part, reach)
@@ -204,15 +209,18 @@ def prefill_kernel(
 
 
 def config(sm: int, head_dim: int, group: int, kv_bytes: int, max_query_len: int) -> Config:
-    """128 rows by 8 warps, fewer rows for short chunks; the largest tiles of keys that do not spill on ``sm``.
+    """128 rows, 64 for short chunks (``wgmma`` takes no fewer); the largest tiles of keys that do not spill on ``sm``.
 
+    float32, which is here for checks, has no tensor cores to feed: few rows, and registers do spill.
     The compiler halves ``num_stages``, since a tile's block ids must be there before the tile can be asked for: 5 keep
     two tiles on their way.
     """
     width = padded(head_dim)
     most_rows = 16 if kv_bytes == 4 else 64 if width > 128 and sm < 90 else 128
-    block_m = max(min(triton.next_power_of_2(max_query_len * group), most_rows), triton.next_power_of_2(group), 16)
-    num_warps = 8 if block_m >= 128 or width > 128 else 4
+    wanted = 64 if max_query_len * group <= 64 else 128
+    block_m = max(min(wanted, most_rows), triton.next_power_of_2(group))
+    four_would_spill = (sm < 90 and width > 64 and kv_bytes == 1) or (sm >= 100 and width <= 64)
+    num_warps = 8 if block_m >= 128 or width > 128 or four_would_spill else 4
     narrow = width > 128 or kv_bytes == 4 or (sm < 90 and (width > 64 or kv_bytes == 1))
     return Config(block_m, 32 if narrow else 64, num_warps, num_stages=3 if width > 128 and sm < 90 else 5)
 
@@ -245,7 +253,7 @@ def prefill(
     num_seqs = context_lens.shape[0]
     group = num_heads // num_kv_heads
     sm = sm_of(q)
-    chosen = choice or config(sm, head_dim, group, key_cache.element_size(), max_query_len)
+    chosen = choice or config(sm, head_dim, group, operand_bytes(q, key_cache), max_query_len)
     way = fp8_way(key_cache.dtype, sm)
     if way:
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
@@ -265,6 +273,7 @@ def prefill(
         context_lens,
         query_starts,
         num_seqs,
+        group,
         scale * LOG2_E * k_scale * fp8_factor(way),
         v_scale * fp8_factor(way),
         q.stride(0),
@@ -275,14 +284,13 @@ def prefill(
         key_cache.stride(1),
         key_cache.stride(2),
         block_tables.stride(0),
-        GROUP=group,
         BLOCK_M=chosen.block_m,
         D=head_dim,
         D_PAD=padded(head_dim),
         BLOCK_SIZE=block_size,
         TILE=chosen.tile,
         FP8=way,
-        UPCAST=INTERPRETED,
+        UPCAST=INTERPRETED or q.dtype is torch.float32,
         SPLIT=splits > 1,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
@@ -292,30 +300,22 @@ def prefill(
 
 
 def aot_cases(sm: int) -> list[AotCase]:
-    """What is compiled ahead of time: long chunks of all types; short ones, with and without splits."""
-    return [
-        _aot_case(sm, head_dim, *shape)
-        for head_dim in (64, 128)
-        for shape in (
-            ("bf16", "bf16", 16, 4, 4096, False),
-            ("fp16", "fp16", 32, 8, 4096, False),
-            ("bf16", "u8", 16, 1, 4096, False),
-            ("bf16", "bf16", 16, 4, 16, True),
-            ("bf16", "u8", 32, 4, 8, False),
-            ("fp16", "fp16", 16, 4, 4, True),
-        )
-    ]
+    """Every kernel that ``prefill`` launches on ``sm`` for the shapes of ``attention_common.aot_shapes``."""
+    return distinct(
+        _aot_case(sm, head_dim, group, q_kind, fp8, block_size, max_query_len, split)
+        for max_query_len in _AOT_QUERY_LENS
+        for head_dim, group, q_kind, fp8, block_size, split in aot_shapes()
+    )
 
 
 def _aot_case(
-    sm: int, head_dim: int, q_kind: str, kv_kind: str, block_size: int, group: int, max_query_len: int, split: bool
+    sm: int, head_dim: int, group: int, q_kind: str, fp8: bool, block_size: int, max_query_len: int, split: bool
 ) -> AotCase:
     from windtunnel.executor.kernels.aot import AotCase
 
-    fp8 = kv_kind == "u8"
     chosen = config(sm, head_dim, group, 1 if fp8 else 2, max_query_len)
+    kv_kind = "u8" if fp8 else q_kind
     constexprs = {
-        "GROUP": group,
         "BLOCK_M": chosen.block_m,
         "D": head_dim,
         "D_PAD": padded(head_dim),
@@ -334,11 +334,11 @@ def _aot_case(
         "value_ptr": f"*{kv_kind}",
     }
     strides = [f"stride_{name}" for name in ("qt", "qh", "ot", "oh", "block", "slot", "head")]
-    signature = pointers | lists | {"num_seqs": "i32", "scale_log2": "fp32", "v_scale": "fp32"}
+    signature = pointers | lists | {"num_seqs": "i32", "group": "i32", "scale_log2": "fp32", "v_scale": "fp32"}
     signature |= dict.fromkeys([*strides, "stride_table"], "i32") | dict.fromkeys(constexprs, "constexpr")
     return AotCase(
         name=f"attention_prefill {q_kind} kv {'fp8' if fp8 else kv_kind} head_dim {head_dim} block {block_size}"
-        f" group {group} rows {chosen.block_m}{' split' if split else ''}",
+        f" rows {chosen.block_m}{' split' if split else ''}",
         kernel=prefill_kernel,
         signature=signature,
         constexprs=constexprs,

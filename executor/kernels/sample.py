@@ -43,9 +43,12 @@ class Config(NamedTuple):
 
 
 def config(sm: int, vocab_size: int) -> Config:
-    """4 logits a thread, up to 2,048: with more the eight sums of step 3 spill.  The same for every ``sm``."""
+    """4 logits a thread, up to 2,048: with more the eight sums of step 3 spill.  The same for every ``sm``.
+
+    Rows that don't begin at a multiple of 16 are read one logit at a time, which takes more registers: up to 1,024.
+    """
     del sm
-    block = min(max(triton.next_power_of_2(vocab_size), 128), 2048)
+    block = min(max(triton.next_power_of_2(vocab_size), 128), 1024 if vocab_size % 16 else 2048)
     return Config(block, triton.next_power_of_2(triton.cdiv(vocab_size, block)), 3, block // 128)
 
 

@@ -178,7 +178,7 @@ def test_ragged_batches(
 
 
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 def test_an_fp8_cache_with_scales(dtype: torch.dtype, group: int) -> None:
     fp8 = case([(1, 45), (1, 16), (6, 30)], group=group, dtype=dtype, cache_dtype=FP8, k_scale=0.02, v_scale=0.03)
     assert_as_exact_as_torch(fp8.run(), fp8)
@@ -330,10 +330,10 @@ def test_long_contexts_of_few_sequences_fill_most_of_a_large_gpu(num_programs: i
 def test_kernels_are_compiled_to_the_instructions_that_make_them_fast() -> None:
     reports = aot_reports()
     for name, instruction in (
-        ("90 attention_decode bf16 kv bf16 head_dim 128 block 16 group 4", "mma.sync"),
-        ("90 attention_decode bf16 kv fp8 head_dim 128 block 16 group 1", "mma.sync"),
-        ("90 attention_prefill bf16 kv bf16 head_dim 128 block 16 group 4 rows 128", "wgmma"),
-        ("100 attention_prefill bf16 kv bf16 head_dim 128 block 16 group 4 rows 128", "tcgen05"),
+        ("90 attention_decode bf16 kv bf16 head_dim 128 block 16 rows 16", "mma.sync"),
+        ("90 attention_decode bf16 kv fp8 head_dim 128 block 16 rows 16", "mma.sync"),
+        ("90 attention_prefill bf16 kv bf16 head_dim 128 block 16 rows 128", "wgmma"),
+        ("100 attention_prefill bf16 kv bf16 head_dim 128 block 16 rows 128", "tcgen05"),
     ):
         report = reports[name]
         assert instruction in report["features"]
@@ -357,10 +357,10 @@ from windtunnel.executor.kernels.aot import compile_case
 from windtunnel.executor.kernels.attention import aot_cases
 
 wanted = {
-    90: ("attention_decode bf16 kv bf16 head_dim 128 block 16 group 4",
-         "attention_decode bf16 kv fp8 head_dim 128 block 16 group 1",
-         "attention_prefill bf16 kv bf16 head_dim 128 block 16 group 4 rows 128"),
-    100: ("attention_prefill bf16 kv bf16 head_dim 128 block 16 group 4 rows 128",),
+    90: ("attention_decode bf16 kv bf16 head_dim 128 block 16 rows 16",
+         "attention_decode bf16 kv fp8 head_dim 128 block 16 rows 16",
+         "attention_prefill bf16 kv bf16 head_dim 128 block 16 rows 128"),
+    100: ("attention_prefill bf16 kv bf16 head_dim 128 block 16 rows 128",),
 }
 reports = {}
 for sm, names in wanted.items():
