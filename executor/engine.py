@@ -43,8 +43,6 @@ class Sequence:
         "continuation",
         "ends_after",
         "finish_reason",
-        "first_token_ns",
-        "last_token_ns",
         "params",
         "request",
         "stop_reason",
@@ -63,9 +61,6 @@ class Sequence:
         """``stop`` or ``length`` once the answer is complete, ``abort`` or ``error`` if it never will be."""
         self.stop_reason: int | None = None
         """The token of ``stop_token_ids`` that ended it."""
-        self.first_token_ns = -1
-        """When its first token was given out; kept by whoever has a clock."""
-        self.last_token_ns = -1
 
     @property
     def num_output_tokens(self) -> int:

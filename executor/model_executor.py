@@ -109,9 +109,13 @@ class ModelExecutor:
         self._view = view
         self._builder.clear()
         self.residency.clear()
-        return self._recompute(
-            [grant for request, num_tokens in view.running() for grant in self.residency.missing(request, num_tokens)]
-        )
+        try:
+            return self._recompute(
+                [grant for request, number in view.running() for grant in self.residency.missing(request, number)]
+            )
+        except BaseException:
+            self.residency.clear()  # it notes before it computes
+            raise
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute a step: the tokens that it yields, and how long it took.
@@ -128,18 +132,18 @@ class ModelExecutor:
         _check(plan)
         begin_ns = self._now_ns()
         grants = view.grants(plan)
-        missing = self.residency.missing_hits(plan, grants)
-        begin_ns += self._catch_up(missing) if missing else 0
-        if not grants:
-            return StepResult(max(1, self._now_ns() - begin_ns), sampled=())
-        host = self._builder.build(grants, view)
-        self.residency.note(grants)
-        built_ns = self._now_ns()
         try:
+            missing = self.residency.missing_hits(plan, grants)
+            begin_ns += self._catch_up(missing) if missing else 0
+            if not grants:
+                return StepResult(max(1, self._now_ns() - begin_ns), sampled=())
+            host = self._builder.build(grants, view)
+            self.residency.note(grants)
+            built_ns = self._now_ns()
             tokens, forward_ns = self._compute(host)
             _check_tokens(tokens, self.model.config.vocab_size)
         except BaseException:
-            self.residency.clear()  # who knows what was written
+            self.residency.clear()  # it notes before it computes, and who knows what was written
             raise
         computed_ns = max(1, self._now_ns() - begin_ns)
         build_ns = built_ns - begin_ns

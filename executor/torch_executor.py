@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from windtunnel.executor.model import Decoder
 from windtunnel.executor.model_executor import ModelExecutor
 from windtunnel.executor.timing import OpTiming, TimedOps, timed_ops
 
+_THREADS_PER_CPU = 4
 CLOCKS = ("wall", "cpu")
 
 
@@ -45,6 +47,12 @@ class TorchExecutor(ModelExecutor):
             raise ValueError(f"clock must be one of {', '.join(CLOCKS)}, got {clock!r}")
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        most_threads = _THREADS_PER_CPU * (os.cpu_count() or 1)
+        if num_threads > most_threads:
+            raise ValueError(
+                f"num_threads must be at most {most_threads}, {_THREADS_PER_CPU} for each processor here, got "
+                f"{num_threads}: more make it slower, and far too many end the process"
+            )
         if clock == "cpu" and num_threads != 1:
             raise ValueError(f"the clock 'cpu' needs num_threads=1, got {num_threads}: it sees one thread only")
         self.clock = clock

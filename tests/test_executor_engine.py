@@ -143,6 +143,22 @@ def test_the_outcome_of_a_step_tells_who_got_what():
     assert under_test.step(5) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "work"),
+    [
+        (Scheduler, {"num_gpu_blocks": 9, "max_model_len": 20}, [(6, 6), (5, 4)]),
+        (PerRequestScheduler, {"num_gpu_blocks": 5, "max_model_len": 30}, [(4, 5), (4, 5)]),
+    ],
+)
+def test_the_outcome_tells_the_preemptions_of_decisions_that_only_preempt(kind, values, work):
+    limits = config(block_size=2, policy="priority", scheduler_reserve_full_isl=True, **values)
+    under_test = engine(scheduler=kind(limits))
+    sequences = [under_test.add(i, [i] * num_prompt, greedy(num), 0) for i, (num_prompt, num) in enumerate(work)]
+    outcomes = run(under_test)
+    assert sum(len(outcome.preemptions) for outcome in outcomes) == sum(s.request.num_preemptions for s in sequences)
+    assert any(len(outcome.preemptions) > len(outcome.plan.preemptions) for outcome in outcomes), "one only preempts"
+
+
 # -- how answers end
 
 

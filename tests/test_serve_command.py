@@ -79,6 +79,8 @@ def test_a_real_executor_needs_neither_a_gpu_nor_a_price(monkeypatch: pytest.Mon
     [
         (["--executor", "warp"], "not one of sim, torch, triton"),
         ([*BARE, "--speed", "0"], "not above 0"),
+        ([*BARE, "--speed", "1e300"], "1e+300 is not above 0 and at most 1e+06"),
+        ([*BARE, "--speed", "nan"], "nan is not above 0"),
         ([*BARE, "--num-threads", "0"], "0 is not at least 1"),
         ([*BARE, "--default-output-tokens", "-1"], "-1 is below 0"),
         (["llama-3.1-8b", "--executor", "torch"], "executor 'torch' is not available: rope scaling 'llama3' lacks"),
@@ -115,6 +117,24 @@ def model_folder(tmp_path: Path) -> Path:
 
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     return tmp_path
+
+
+def test_more_threads_than_the_machine_can_run_are_refused(
+    capsys: pytest.CaptureFixture[str], model_folder: Path
+) -> None:
+    assert main(["serve", str(model_folder), "--executor", "torch", "--num-threads", "100000"]) == 2
+    assert "num_threads must be at most" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_start_says_where_weights_come_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    monkeypatch.setattr("windtunnel.executor.server.run.run_server", lambda *_, **__: None)
+    real = ["--executor", "torch", "--kv-cache-memory-bytes", "1MiB", "--port", "0"]
+    assert main(["serve", str(model_folder), *real, "--seed", "4"]) == 0
+    assert "Weights: random, seed 4\n" in capsys.readouterr().err
+    assert main(["serve", *BARE, "--port", "0"]) == 0
+    assert "Weights" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("spelling", ["auto", "AUTO", "-1"])
@@ -252,5 +272,7 @@ def test_the_clock_runs_at_its_speed_and_slips_back() -> None:
     assert clock.num_slipped_ns > 0
     clock.set_speed(1.0)
     assert clock.speed == 1.0
+    with pytest.raises(ValueError, match="at most 1e\\+06, got 1e\\+300"):
+        clock.set_speed(1e300)
     with pytest.raises(ValueError, match="speed must be above 0"):
         PacedClock(0.0)

@@ -158,6 +158,17 @@ def test_usage_may_come_with_every_chunk(server: Served) -> None:
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
 
 
+def test_usage_with_a_chunk_is_that_of_its_own_prompt(server: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": [[1] * 5, [2] * 7], "max_tokens": 3, "stream_options": options}
+    *chunks, last = events(server, "/v1/completions", body)
+    for index, num_prompt_tokens in enumerate((5, 7)):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in usages] == [1, 2, 3]
+        assert {usage["prompt_tokens"] for usage in usages} == {num_prompt_tokens}
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (12, 6)
+
+
 def test_token_ids_are_returned_on_request(server: Served) -> None:
     choice = server.complete("abc", max_tokens=5, return_token_ids=True)
     assert bytes(choice["token_ids"]).decode() == choice["text"]
@@ -295,6 +306,14 @@ def test_sampling_that_nobody_knows_is_fine_for_a_simulation_and_refused_by_a_re
         served.complete("a", top_k=-1, presence_penalty=0.0)
 
 
+def test_long_names_of_unknown_fields_are_cut_in_the_log(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    server.complete("abc", max_tokens=1, **{"x" * 100_000: 1}, **{f"y{i}": 1 for i in range(10_000)})
+    [text] = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+    assert "'xxx" in text
+    assert "'y0'" in text
+    assert len(text) < 2000
+
+
 def mangled(rng: random.Random) -> bytes:
     """A body that is wrong in some way, or perhaps not."""
 
@@ -373,8 +392,8 @@ def test_a_client_that_leaves_before_its_whole_answer_is_there_frees_its_blocks(
     with serving(config=SMALL, step_s=0.002) as served:
         with pytest.raises(httpx.ReadTimeout):
             served.client.post("/v1/completions", json={"prompt": [1] * 90, "max_tokens": 500}, timeout=0.1)
-        assert served.frontend.loop.metrics.prompt_tokens.value() == 90
         wait_until(served.is_idle)
+        assert served.frontend.loop.metrics.request_success.value("abort") == 1
 
 
 def test_clients_that_leave_while_they_wait_are_forgotten() -> None:
@@ -425,6 +444,82 @@ class Faulty:
         if self.is_broken:
             raise RuntimeError("device lost")
         return StepResult(1_000)
+
+
+def test_prompt_tokens_of_clients_that_leave_are_given_back() -> None:
+    """Whether they leave before their first token or after it."""
+    with serving(limits(max_num_seqs=1), config=SMALL, step_s=0.005, max_num_queued_tokens=50) as served:
+        streamed = {"prompt": [1] * 60, "max_tokens": 500, "stream": True}
+        with served.client.stream("POST", "/v1/completions", json=streamed) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            with pytest.raises(httpx.ReadTimeout):
+                served.client.post("/v1/completions", json={"prompt": [2] * 70, "max_tokens": 9}, timeout=0.1)
+            wait_until(lambda: served.frontend.loop.num_jobs == 1)
+            assert served.frontend.loop._num_prefill_tokens == 0
+        wait_until(served.is_idle)
+        assert served.frontend.loop._num_prefill_tokens == 0
+        assert served.post("/v1/completions", {"prompt": [1] * 60, "max_tokens": 1}).status_code == 200
+
+
+def test_failures_with_a_success_between_them_do_not_add_up() -> None:
+    faulty = Faulty()
+    with serving(config=SMALL, executors={"torch": faulty}) as served:  # type: ignore[dict-item]
+        served.post("/windtunnel/executor", {"kind": "torch"})
+        for _ in range(3):
+            faulty.is_broken = True
+            statuses = [served.post("/v1/completions", {"prompt": "a"}).status_code for _ in range(2)]
+            assert statuses == [500, 500]
+            faulty.is_broken = False
+            assert served.post("/v1/completions", {"prompt": "a"}).status_code == 200
+        metrics = served.frontend.loop.metrics
+        assert (metrics.request_success.value("error"), metrics.request_success.value("length")) == (6, 3)
+
+
+class FailsOnce(CacheReader):
+    """Writes its step into the cache and fails."""
+
+    has_failed = False
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        if not self.has_failed:
+            self.has_failed = True
+            for block in self._key_of:
+                self._cells.update({block * self.block_size + i: 0 for i in range(self.block_size)})  # garbage
+            raise RuntimeError("device lost")
+        return result
+
+
+def test_what_a_failed_step_left_in_the_cache_is_not_read() -> None:
+    scheduler = limits()
+    with serving(scheduler, config=SMALL, executors={"torch": FailsOnce(scheduler)}) as served:
+        served.post("/windtunnel/executor", {"kind": "torch"})
+        body = {"prompt": [5] * 21, "max_tokens": 4, "return_token_ids": True, "ignore_eos": True}
+        assert served.post("/v1/completions", body).status_code == 500
+        answer = served.post("/v1/completions", body).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 20, "the index still knows them"
+        assert answer["choices"][0]["token_ids"] == continued([5] * 21, 4)
+
+
+def test_an_answer_that_cannot_be_put_into_text_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(config=SMALL) as served:
+        detokenizer = served.frontend.tokenizer.detokenizer
+
+        class Broken:
+            def add(self, token_id: int) -> str:
+                raise KeyError(token_id)
+
+        monkeypatch.setattr(
+            served.frontend.tokenizer, "detokenizer", lambda prompt, **_: Broken() if prompt == [1] else detokenizer()
+        )
+        with ThreadPoolExecutor(2) as pool:
+            bad, good = pool.map(lambda p: served.post("/v1/completions", {"prompt": p, "max_tokens": 5}), ([1], [2]))
+        assert (bad.status_code, good.status_code) == (500, 200)
+        assert "could not be put into text" in bad.json()["error"]["message"]
+        wait_until(served.is_idle)
+        success = served.frontend.loop.metrics.request_success
+        assert (success.value("error"), success.value("length"), success.value("abort")) == (1, 1, 0)
 
 
 def test_a_step_that_fails_answers_500_and_the_server_goes_on() -> None:
@@ -565,6 +660,22 @@ def test_a_large_cache_that_nobody_uses_can_be_swapped_in() -> None:
         assert served.post("/windtunnel/executor", {"kind": "torch"}).status_code == 200
         assert time.monotonic() - begin_s < 10.0
         assert served.complete("Hello", max_tokens=3, temperature=0)["finish_reason"] is not None
+
+
+def test_each_prompt_of_a_request_is_sampled_by_a_seed_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("torch")
+    caplog.set_level(logging.INFO)
+    with serving(limits(max_model_len=64), config=tiny_config(eos_token_id=None), num_threads=1) as served:
+        assert served.post("/windtunnel/executor", {"kind": "torch"}).status_code == 200
+        assert "Steps are run by the torch executor. Weights: random, seed 0" in caplog.messages
+
+        def answers(**fields: Any) -> list[Any]:
+            body = {"prompt": [[5, 6], [5, 6]], "max_tokens": 12, "return_token_ids": True, **fields}
+            return [choice["token_ids"] for choice in served.post("/v1/completions", body).json()["choices"]]
+
+        own, same = answers(), answers(seed=3)
+        assert own[0] != own[1]
+        assert same[0] == same[1]
 
 
 def test_a_real_model_answers_as_it_does_alone() -> None:
@@ -731,6 +842,73 @@ def test_metrics_count_what_happened() -> None:
         assert metrics.request_success.value("length") == 3
         assert metrics.itl._counts == [8, *[0] * 19], "all gaps are one step of 10 ms"
         assert metrics.ttft._sum >= 0.03
+
+
+def test_a_stop_string_that_ends_with_the_last_token_counts_as_stop() -> None:
+    with serving(config=SMALL) as served:
+        free = served.complete("stop here", max_tokens=20)["text"]
+        answer = served.post("/v1/completions", {"prompt": "stop here", "max_tokens": 20, "stop": free[17:]}).json()
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == 20
+        success = served.frontend.loop.metrics.request_success
+        assert (success.value("length"), success.value("stop"), success.value("abort")) == (1, 1, 0)
+
+
+def test_after_a_stop_string_the_engine_drops_the_rest() -> None:
+    """Which would take 10 s."""
+    with serving(config=SMALL, step_s=0.02) as served:
+        stop = served.complete("stop here", max_tokens=12)["text"][5:8]
+        assert served.complete("stop here", max_tokens=500, stop=stop)["finish_reason"] == "stop"
+        wait_until(served.is_idle, seconds=3.0)
+
+
+def test_metrics_count_what_is_answered_however_far_the_engine_has_gone() -> None:
+    """At this speed it computes many tokens between a stop string and its abort."""
+    with serving(config=SMALL, step_s=1e-3, speed=1e5) as served:
+        prompts = [[i, i + 1] for i in range(40)]
+        answers = [
+            served.post("/v1/completions", {"prompt": prompts, "max_tokens": 300, "stop": stop}).json()
+            for stop in (["a"], ["qu", "x"], ["zz"])
+        ]
+        wait_until(served.is_idle)
+        metrics = served.frontend.loop.metrics
+        num_tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
+        reasons = [choice["finish_reason"] for answer in answers for choice in answer["choices"]]
+        assert reasons.count("stop") > 20
+        assert metrics.generation_tokens.value() == metrics.request_generation_tokens._sum == num_tokens
+        for reason in ("stop", "length", "abort"):
+            assert metrics.request_success.value(reason) == reasons.count(reason)
+        assert metrics.iteration_tokens._sum == num_tokens + 2 * len(reasons)
+        assert sum(metrics.itl._counts) == num_tokens - len(reasons)
+
+
+def test_the_time_per_output_token_leaves_the_first_token_out() -> None:
+    with serving(config=SMALL, step_s=0.01, speed=50.0) as served:
+        served.complete("a", max_tokens=5)
+        served.complete("b", max_tokens=1)
+        metrics = served.frontend.loop.metrics
+        assert metrics.tpot._sum == pytest.approx(0.01)
+        assert sum(metrics.tpot._counts) == 2
+
+
+def test_the_prefix_cache_is_asked_once_for_each_request_however_often_it_is_resumed() -> None:
+    tight = limits(num_gpu_blocks=22, max_model_len=64, max_num_seqs=6)
+    with serving(tight, config=SMALL) as served:
+        prompts = [[3 + i] * (5 + 7 * i) for i in range(6)]
+        usage = served.post("/v1/completions", {"prompt": prompts, "max_tokens": 12}).json()["usage"]
+        metrics = served.frontend.loop.metrics
+        assert metrics.preemptions.value() > 0
+        assert metrics.prefix_queries.value() == usage["prompt_tokens"]
+        assert metrics.prefix_hits.value() == metrics.prompt_tokens_cached_by_source.value("device") == 0
+
+
+def test_methods_that_clients_make_up_share_one_label(server: Served) -> None:
+    for method in ("BREW", "WHEN", "PROPFIND", "PUT"):
+        server.client.request(method, "/v1/completions")
+    families = text_string_to_metric_families(server.client.get("/metrics").text)
+    [requests] = [family for family in families if family.name == "http_requests"]
+    methods = {sample.labels["method"] for sample in requests.samples}
+    assert {"other", "PUT"} <= methods <= {"other", "PUT", "GET", "POST"}
 
 
 # -- the long run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import limits, serving
 
+from windtunnel.executor.filler import Filler
 from windtunnel.executor.server.generation import AnswerText, Stops
 from windtunnel.executor.server.tokenizer import (
     ByteTokenizer,
@@ -73,6 +75,16 @@ def make_tokenizer(folder: Path, kind: str) -> FileTokenizer:
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
         made.add_special_tokens(["<s>", "</s>"])
+    if kind == "metaspace":
+        words = ["<unk>", "▁", "▁a", "b", "▁b", "c", "▁▁", "<s>", "</s>"]
+        made = Made(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+        made.decoder = decoders.Metaspace()
+    elif kind == "word piece":
+        words = ["[UNK]", "hello", "##lo", "##s", ".", "don", "'", "t", "##", "[CLS]", "[SEP]"]
+        made = Made(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+        made.decoder = decoders.WordPiece()
+    if kind in KINDS[2:]:
+        made.add_special_tokens(words[-2:])
     folder.mkdir(exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     loaded = load_tokenizer(folder, 400)
@@ -80,13 +92,16 @@ def make_tokenizer(folder: Path, kind: str) -> FileTokenizer:
     return loaded
 
 
-@pytest.fixture(scope="module", params=["byte level", "byte fallback"])
+KINDS = ("byte level", "byte fallback", "metaspace", "word piece")
+
+
+@pytest.fixture(scope="module", params=KINDS[:2])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), request.param)
 
 
-def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
-    detokenizer = tokenizer.detokenizer()
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int], prompt: Sequence[int] = (), **options: Any) -> list[str]:
+    detokenizer = tokenizer.detokenizer(prompt, **options)
     return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.end()]
 
 
@@ -97,11 +112,65 @@ def test_a_folders_tokenizer_gives_text_in_whole_characters(tokenizer: FileToken
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-@given(token_ids=st.lists(st.integers(0, 270), max_size=25))
-def test_pieces_are_the_text_of_all_tokens_together(tokenizer: FileTokenizer, token_ids: list[int]) -> None:
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FileTokenizer]:
+    return {kind: make_tokenizer(tmp_path_factory.mktemp("tokenizer"), kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_pieces_are_the_text_of_all_tokens_together(
+    tokenizers: dict[str, FileTokenizer], kind: str, skip: bool, data: st.DataObject
+) -> None:
     """Where they are valid text; how much of the others is broken depends on what comes together."""
-    whole, joined = tokenizer.decode(token_ids), "".join(pieces_of(tokenizer, token_ids))
-    assert ("\ufffd" in joined or "\ufffd" in whole) or joined == whole
+    tokenizer = tokenizers[kind]
+    few = st.integers(0, 8) if kind in KINDS[2:] else st.sampled_from([1, 2, *range(259, 266)])
+    token_ids = data.draw(st.lists(few | st.integers(0, 275), max_size=25))
+    num_prompt_tokens = data.draw(st.integers(0, len(token_ids)))
+    whole = tokenizer.decode(token_ids, skip)
+    prompt, answer = token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]
+    before = tokenizer.decode(prompt, skip)
+    if "\ufffd" in whole or "\ufffd" in before:
+        return
+    assert before + "".join(pieces_of(tokenizer, answer, prompt, skip_special_tokens=skip)) == whole
+
+
+@pytest.mark.parametrize("kind", ["byte fallback", "metaspace"])
+def test_an_answer_keeps_the_spaces_at_its_front(tokenizers: dict[str, FileTokenizer], kind: str) -> None:
+    """The tokenizer strips one from the front of a text, which an answer is not."""
+    tokenizer = tokenizers[kind]
+    space, word = (259, 260) if kind == "byte fallback" else (1, 2)
+    text = tokenizer.decode([word])
+    assert text == tokenizer.decode([word]).strip(), "stripped"
+    assert pieces_of(tokenizer, [space, word]) == ["", f" {text}", ""], "without a prompt the first space is stripped"
+    assert pieces_of(tokenizer, [word], prompt=[word]) == [f" {text}", ""]
+    assert pieces_of(tokenizer, [space, word], prompt=[word]) == [" ", f" {text}", ""]
+    assert pieces_of(tokenizer, [space, word], prompt=[space]) == [" ", f" {text}", ""], "stripped from the prompt"
+
+
+def test_an_answer_to_a_prompt_that_ends_in_bytes_is_whole(tokenizers: dict[str, FileTokenizer]) -> None:
+    tokenizer = tokenizers["byte fallback"]
+    as_bytes = [[3 + byte for byte in text.encode()] for text in ("世界", "日本")]
+    assert "".join(pieces_of(tokenizer, as_bytes[1], prompt=as_bytes[0])) == "日本"
+
+
+def test_special_tokens_have_a_text_on_request(tokenizers: dict[str, FileTokenizer]) -> None:
+    tokenizer = tokenizers["byte fallback"]
+    assert "".join(pieces_of(tokenizer, [263, 2, 263], skip_special_tokens=False)) == "ick</s>ick"
+    assert "".join(pieces_of(tokenizer, [263, 2, 263])) == "ickick"
+    first, second = (3 + byte for byte in "é".encode())
+    assert pieces_of(tokenizer, [first, *[2] * 20, second])[-2:] == ["é", ""], "they do not come between"
+
+
+def test_a_request_may_ask_for_special_tokens(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, "byte level")
+    with serving(limits(), config={"vocab_size": 400}, folder=tmp_path) as served:
+        served.frontend.loop.engine._filler = Filler([0], seed=0)
+        special = tokenizer.decode([0], skip_special_tokens=False)
+        assert special in ("<s>", "</s>")
+        assert served.complete("a", max_tokens=2)["text"] == ""
+        assert served.complete("a", max_tokens=2, skip_special_tokens=False)["text"] == special * 2
 
 
 def test_made_up_answers_have_no_special_tokens(tokenizer: FileTokenizer) -> None:
@@ -142,6 +211,14 @@ def test_an_answer_ends_at_the_stop_string_that_is_complete_first(text: str, sto
         answer.end()
         pieces.append(answer.new())
     assert (answer.stop, "".join(pieces)) == (found, expected)
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(2, "a"), (3, "aa"), (4, "aaa")])
+def test_a_stop_string_counts_from_the_last_of_min_tokens_on(min_tokens: int, expected: str) -> None:
+    answer = AnswerText(ByteTokenizer(256).detokenizer(), Stops(("a",)), min_tokens)
+    while answer.stop is None:
+        answer.add(ord("a"))
+    assert answer.new() == expected
 
 
 def test_stop_strings_do_not_count_before_min_tokens() -> None:

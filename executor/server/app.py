@@ -36,6 +36,8 @@ MAX_BODY_BYTES = 64 * 2**20
 _UNMEASURED = ("/metrics", "/health", "/ping", "/version")
 """Handlers that vLLM keeps out of its HTTP metrics."""
 _CLIENT_GONE = 499
+_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH")
+"""Those of HTTP; whatever else clients make up is counted as one, so that there is no end to labels."""
 
 Body = TypeVar("Body", bound=BaseModel)
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -121,7 +123,7 @@ class _Writer:
                 for choice in self.choices(piece):
                     chunk: dict[str, Any] = {**self._head, "choices": [choice]}
                     if self._always_tells_usage:
-                        chunk["usage"] = self._usage_of(piece.choice)
+                        chunk["usage"] = self._usage_of(piece)
                     yield _event(chunk)
             if self._adds_usage:
                 yield _event({**self._head, "choices": [], "usage": self._usage()})
@@ -133,9 +135,10 @@ class _Writer:
         generation = self.generation
         return _usage(generation.num_prompt_tokens, generation.num_tokens, generation.num_cached_tokens)
 
-    def _usage_of(self, number: int) -> dict[str, Any]:
-        answer = self.generation.answers[number]
-        return _usage(len(answer.prompt_token_ids), answer.num_tokens, answer.num_cached_tokens)
+    def _usage_of(self, piece: Piece) -> dict[str, Any]:
+        """That of the piece's own answer, up to the piece."""
+        prompt = self.generation.answers[piece.choice].prompt_token_ids
+        return _usage(len(prompt), piece.num_tokens, piece.num_cached_tokens)
 
     def _ids(self, piece: Piece) -> dict[str, Any]:
         if not self._request.return_token_ids:
@@ -435,4 +438,5 @@ class _Measured:
             length = dict(scope["headers"]).get(b"content-length", b"0")
             request_bytes = int(length) if length.isdigit() else 0
             duration_s = time.perf_counter() - begin_s
-            self._metrics.take(handler, scope["method"], status, duration_s, request_bytes, num_bytes)
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._metrics.take(handler, method, status, duration_s, request_bytes, num_bytes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+MAX_SPEED = 1e6
+"""A step of a millisecond then takes a nanosecond: no host is that fast, and what is beyond is no number to pace by."""
 _LONGEST_SLEEP_S = 0.1
 
 
@@ -18,9 +20,8 @@ class PacedClock:
     """Whole nanoseconds from 0 on; reading it is safe from any thread, setting it is the engine loop's alone."""
 
     def __init__(self, speed: float = 1.0) -> None:
-        """Raises ValueError for a speed that is not above 0."""
-        if not speed > 0:
-            raise ValueError(f"speed must be above 0, got {speed}")
+        """Raises ValueError for a speed that is not above 0 or beyond ``MAX_SPEED``."""
+        _check(speed)
         self._base = _Base(time.monotonic_ns(), 0, speed)
         self.num_slipped_ns = 0
         """Engine time by which the clock was put back because the host could not keep pace."""
@@ -36,7 +37,8 @@ class PacedClock:
         return engine_ns + int((time.monotonic_ns() - wall_ns) * speed)
 
     def set_speed(self, speed: float) -> None:
-        """Go on at another speed from now on."""
+        """Go on at another speed from now on.  Raises ValueError as the constructor does."""
+        _check(speed)
         self._base = _Base(time.monotonic_ns(), self.now_ns(), speed)
 
     def slip_to(self, now_ns: int) -> None:
@@ -54,3 +56,8 @@ class PacedClock:
 
     def _left_s(self, due_ns: int) -> float:
         return (due_ns - self.now_ns()) / self._base.speed / 1e9
+
+
+def _check(speed: float) -> None:
+    if not 0 < speed <= MAX_SPEED:
+        raise ValueError(f"speed must be above 0 and at most {MAX_SPEED:g}, got {speed}")

@@ -19,8 +19,9 @@ from windtunnel.executor.engine import Engine, RealExecutor, StepFailed, StepOut
 from windtunnel.executor.engine import Sequence as EngineSequence
 from windtunnel.executor.sampling import SamplingParams
 from windtunnel.executor.server.clock import PacedClock
-from windtunnel.executor.server.metrics import EngineMetrics
+from windtunnel.executor.server.metrics import Answered, EngineMetrics
 from windtunnel.sim.engine.protocols import Executor
+from windtunnel.sim.engine.request import Request
 
 _LATEST_S = 0.05
 _LATEST_STEPS = 20
@@ -58,6 +59,14 @@ class Delta(NamedTuple):
     """HTTP's: 400 if the failure is the request's own fault, 503 if the server is about to end."""
 
 
+class Taken(NamedTuple):
+    """What of a delta is answered: a stop string may end the answer before its tokens do."""
+
+    num_tokens: int
+    finish_reason: str | None = None
+    """None: the answer goes on."""
+
+
 class Job:
     """One prompt on its way through the engine; ``take`` is called in the event loop's thread."""
 
@@ -65,11 +74,14 @@ class Job:
         "arrival_ns",
         "cache_salt",
         "ends_after",
-        "has_token",
+        "first_token_ns",
+        "last_token_ns",
+        "num_tokens",
         "number",
         "params",
         "priority",
         "prompt_token_ids",
+        "request",
         "take",
     )
 
@@ -77,7 +89,7 @@ class Job:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        take: Callable[[Delta], None],
+        take: Callable[[Delta], Taken],
         priority: int = 0,
         cache_salt: str | None = None,
         ends_after: int | None = None,
@@ -91,13 +103,17 @@ class Job:
         self.number = -1
         """Its place among all jobs, once it is submitted."""
         self.arrival_ns = -1
-        self.has_token = False
+        self.request: Request | None = None
+        """The engine's, once it has taken the job."""
+        self.num_tokens = 0
+        """Of the answer so far."""
+        self.first_token_ns = self.last_token_ns = -1
+        """When its first and its latest token were given out."""
 
 
 class _Abort(NamedTuple):
     job: Job
     finish_reason: str
-    num_output_tokens: int
 
 
 class _Swap(NamedTuple):
@@ -182,13 +198,11 @@ class EngineLoop:
             self._num_prefill_tokens += len(job.prompt_token_ids)
         self._send(*jobs)
 
-    def abort(self, job: Job, finish_reason: str = "abort", num_output_tokens: int = -1) -> None:
-        """Drop a job that is not over; its blocks are free before the next step is decided.
-
-        ``stop`` as reason says that the answer is complete with ``num_output_tokens``.
-        """
+    def abort(self, job: Job, finish_reason: str = "abort") -> None:
+        """Drop a job that is not over; its blocks are free before the next step is decided."""
         if self._forget(job):
-            self._send(_Abort(job, finish_reason, num_output_tokens))
+            self.metrics.request_success.inc(1, finish_reason)
+            self._send(_Abort(job, finish_reason))
 
     async def swap(self, executor: Executor) -> int:
         """Let another executor run the steps from the next one on; returns the tokens that it had to compute anew.
@@ -230,20 +244,45 @@ class EngineLoop:
         if job not in self._jobs:
             return False
         del self._jobs[job]
-        if not job.has_token:
+        if not job.num_tokens:
             self._num_prefill_tokens -= len(job.prompt_token_ids)
         return True
 
-    def _deliver(self, deltas: list[tuple[Job, Delta]]) -> None:
+    def _deliver(self, deltas: list[tuple[Job, Delta]], given_out_ns: int = 0) -> None:
+        """Hand over what a step yielded, and book what of it is answered."""
+        answered = []
         for job, delta in deltas:
             if job not in self._jobs:
-                continue  # cancelled meanwhile
-            if delta.token_ids and not job.has_token:
-                job.has_token = True
+                continue  # cancelled meanwhile, or ended by a stop string
+            taken = self._hand_over(job, delta)
+            if taken is None:
+                continue
+            if taken.num_tokens and not job.num_tokens:
                 self._num_prefill_tokens -= len(job.prompt_token_ids)
-            if delta.finish_reason is not None or delta.error is not None:
+            job.num_tokens += taken.num_tokens
+            if taken.finish_reason is not None:
                 self._forget(job)
-            job.take(delta)
+                if delta.finish_reason is None:  # a stop string, which the engine does not know of
+                    self._send(_Abort(job, taken.finish_reason))
+            answered.append(Answered(job, taken.num_tokens, taken.finish_reason, delta.num_cached_tokens))
+        if given_out_ns:
+            self.metrics.take_answers(answered, given_out_ns)
+
+    def _hand_over(self, job: Job, delta: Delta) -> Taken | None:
+        """What the job takes; None if it failed, which is not to hit others."""
+        if delta.error is None:
+            try:
+                return job.take(delta)
+            except Exception as error:
+                log.exception("an answer could not be put into text")
+                self.abort(job, "error")
+                job.take(Delta((), "error", error=f"the answer could not be put into text: {error}"))
+                return None
+        self._forget(job)
+        if delta.error_status == 500:
+            self.metrics.request_success.inc(1, "error")
+        job.take(delta)
+        return None
 
     def _fail_all(self, message: str, status: int = 500) -> None:
         """From here on nothing is taken in; who waits is told."""
@@ -297,6 +336,7 @@ class EngineLoop:
         except ValueError as error:
             self._post([(job, Delta((), error=str(error), error_status=400))])
             return
+        job.request = sequence.request
         self._sequences[job] = sequence
         self._job_of[sequence] = job
 
@@ -305,11 +345,7 @@ class EngineLoop:
         if sequence is None:
             return
         del self._job_of[sequence]
-        if self.engine.abort(sequence, command.finish_reason) and command.finish_reason == "stop":
-            del sequence.token_ids[sequence.request.num_prompt_tokens + command.num_output_tokens :]
-            self.metrics.take_finished(sequence)
-        elif command.finish_reason == "abort":
-            self.metrics.request_success.inc(1, "abort")
+        self.engine.abort(sequence, command.finish_reason)
 
     def _swap(self, command: _Swap) -> None:
         try:
@@ -339,8 +375,8 @@ class EngineLoop:
             return max(begin_ns, self.clock.now_ns())
         self._num_failures = 0
         end_ns = self._wait_for_end(outcome)
-        self.metrics.take_step(self.engine, outcome, end_ns)
-        self._post(self._deltas(outcome))
+        self.metrics.take_step(self.engine, outcome)
+        self._post(self._deltas(outcome), end_ns)
         return end_ns
 
     def _wait_for_end(self, outcome: StepOutcome) -> int:
@@ -372,7 +408,6 @@ class EngineLoop:
         for sequence in failure.sequences:
             job = self._job_of.pop(sequence)
             del self._sequences[job]
-            self.metrics.request_success.inc(1, "error")
             deltas.append((job, Delta((), "error", error=str(failure))))
         self._post(deltas)
         self.metrics.take_load(self.engine)
@@ -388,9 +423,9 @@ class EngineLoop:
         self.metrics.take_load(self.engine)
         self._call(self._fail_all, message)
 
-    def _post(self, deltas: list[tuple[Job, Delta]]) -> None:
+    def _post(self, deltas: list[tuple[Job, Delta]], given_out_ns: int = 0) -> None:
         if deltas:
-            self._call(self._deliver, deltas)
+            self._call(self._deliver, deltas, given_out_ns)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         """Run a function in the event loop's thread; if that is gone, nobody waits for it any more."""

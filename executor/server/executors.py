@@ -77,6 +77,12 @@ def unavailable_text(kind: str, reason: str) -> str:
     return f"executor {kind[:40]!r} is not available: {reason}"
 
 
+def weights_source(executor: Executor) -> str | None:
+    """Where the weights of an executor come from: a folder, or a seed; None if it has none."""
+    source = getattr(getattr(getattr(executor, "model", None), "weights", None), "source", None)
+    return None if source is None else str(source)
+
+
 def why_torch_is_missing() -> str | None:
     """What to do for executors that compute a model; None if torch is there."""
     from importlib.util import find_spec

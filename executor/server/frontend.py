@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from windtunnel.executor.engine import RealExecutor
 from windtunnel.executor.model_files import read_generation_config
 from windtunnel.executor.sampling import SamplingParams
 from windtunnel.executor.server.engine_loop import EngineDead, EngineLoop, QueueFull
-from windtunnel.executor.server.executors import Executors, ExecutorUnavailable
+from windtunnel.executor.server.executors import Executors, ExecutorUnavailable, weights_source
 from windtunnel.executor.server.generation import Generation, Stops
 from windtunnel.executor.server.protocol import (
     ApiError,
@@ -30,6 +31,9 @@ from windtunnel.executor.server.tokenizer import ChatTemplate, Tokenizer
 
 _LONG_TEXT_CHARS = 20_000
 """Texts from here on are tokenised in a thread, so that other requests need not wait."""
+
+
+log = logging.getLogger("windtunnel.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,8 @@ class Frontend:
             except EngineDead as error:
                 raise unavailable(str(error)) from error
             self.kind = kind
+            source = weights_source(executor)
+            log.info("Steps are run by the %s executor%s", kind, "" if source is None else f". Weights: {source}")
             return num_tokens
 
     # -- from a request to jobs
@@ -195,9 +201,9 @@ class Frontend:
     def _start(
         self, request: SamplingFields, prompts: list[list[int]], max_tokens: int, ends_after: int | None = None
     ) -> Generation:
-        params = self._sampling_params(request, max_tokens)
+        params = [self._sampling_params(request, max_tokens) for _ in prompts]
         for prompt in prompts:
-            self._check_prompt(prompt, params.max_tokens)
+            self._check_prompt(prompt, max_tokens)
         stops = Stops(_stop_texts(request.stop), request.include_stop_str_in_output)
         try:
             return Generation(
@@ -209,6 +215,7 @@ class Frontend:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 ends_after=ends_after,
+                skip_special_tokens=request.skip_special_tokens,
             )
         except (QueueFull, EngineDead) as error:
             raise unavailable(str(error)) from error

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from windtunnel.executor.sampling import SamplingParams
-from windtunnel.executor.server.engine_loop import Delta, EngineLoop, Job
-from windtunnel.executor.server.protocol import failed
+from windtunnel.executor.server.engine_loop import Delta, EngineLoop, Job, Taken
+from windtunnel.executor.server.protocol import ApiError, failed
 from windtunnel.executor.server.tokenizer import Detokenizer, Tokenizer
 
 
@@ -89,6 +89,10 @@ class Piece(NamedTuple):
     token_ids: Sequence[int]
     finish_reason: str | None
     stop_reason: int | str | None
+    num_tokens: int
+    """Of the answer, these included."""
+    num_cached_tokens: int
+    """Of its prompt, found in the prefix cache."""
 
 
 class Answer:
@@ -122,7 +126,8 @@ class Answer:
         if text.stop is not None:
             reason, stop_reason = "stop", text.stop
         self.is_over = reason is not None
-        return Piece(self.index, text.new(), delta.token_ids[:taken], reason, stop_reason)
+        token_ids = delta.token_ids[:taken]
+        return Piece(self.index, text.new(), token_ids, reason, stop_reason, self.num_tokens, self.num_cached_tokens)
 
 
 class Generation:
@@ -133,28 +138,29 @@ class Generation:
         loop: EngineLoop,
         tokenizer: Tokenizer,
         prompts: Sequence[list[int]],
-        params: SamplingParams,
+        params: Sequence[SamplingParams],
         stops: Stops,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
         ends_after: int | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
-        """Submits the prompts; ``ends_after`` is that of ``Engine.add``.
+        """Submits the prompts, each with its parameters; ``ends_after`` is that of ``Engine.add``.
 
         Raises QueueFull or EngineDead if they are not taken.
         """
         self._loop = loop
         self._stops = stops
-        self._news: deque[tuple[Answer, Delta]] = deque()
+        self._news: deque[Piece | ApiError] = deque()
         self._has_news = asyncio.Event()
-        self.answers = [
-            Answer(index, prompt, AnswerText(tokenizer.detokenizer(), stops, params.min_tokens))
-            for index, prompt in enumerate(prompts)
-        ]
+        self.answers: list[Answer] = []
         jobs = []
-        for answer in self.answers:
-            answer.job = Job(answer.prompt_token_ids, params, _Taker(self, answer), priority, cache_salt, ends_after)
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            detokenizer = tokenizer.detokenizer(prompt, skip_special_tokens=skip_special_tokens)
+            answer = Answer(index, prompt, AnswerText(detokenizer, stops, own.min_tokens))
+            answer.job = Job(prompt, own, _Taker(self, answer), priority, cache_salt, ends_after)
+            self.answers.append(answer)
             jobs.append(answer.job)
         loop.submit(jobs)
 
@@ -180,16 +186,11 @@ class Generation:
             await self._has_news.wait()
             self._has_news.clear()
             while self._news:
-                answer, delta = self._news.popleft()
-                if answer.is_over:
-                    continue
-                if delta.error is not None:
-                    raise failed(delta.error, delta.error_status)
-                piece = answer.take(delta, self._stops)
-                if answer.is_over:
-                    num_open -= 1
-                    self._end(answer, delta)
-                yield piece
+                news = self._news.popleft()
+                if isinstance(news, ApiError):
+                    raise news
+                num_open -= news.finish_reason is not None
+                yield news
 
     def close(self) -> None:
         """Drop what is not over."""
@@ -197,14 +198,15 @@ class Generation:
             if answer.job is not None and not answer.is_over:
                 self._loop.abort(answer.job)
 
-    def push(self, answer: Answer, delta: Delta) -> None:
-        """Take what the engine says."""
-        self._news.append((answer, delta))
+    def push(self, answer: Answer, delta: Delta) -> Taken:
+        """Take what the engine says; returns what of it is answered."""
         self._has_news.set()
-
-    def _end(self, answer: Answer, delta: Delta) -> None:
-        if delta.finish_reason is None and answer.job is not None:  # a stop string, which the engine does not know of
-            self._loop.abort(answer.job, "stop", answer.num_tokens)
+        if delta.error is not None:
+            self._news.append(failed(delta.error, delta.error_status))
+            return Taken(0, "error")
+        piece = answer.take(delta, self._stops)
+        self._news.append(piece)
+        return Taken(len(piece.token_ids), piece.finish_reason)
 
 
 class _Taker:
@@ -214,5 +216,5 @@ class _Taker:
         self._generation = generation
         self._answer = answer
 
-    def __call__(self, delta: Delta) -> None:
-        self._generation.push(self._answer, delta)
+    def __call__(self, delta: Delta) -> Taken:
+        return self._generation.push(self._answer, delta)

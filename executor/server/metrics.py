@@ -13,9 +13,12 @@ import time
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windtunnel.executor import engine as core
+
+if TYPE_CHECKING:
+    from windtunnel.executor.server.engine_loop import Job
 
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -106,8 +109,21 @@ class Counter:
             family.add_sample(f"{self.name}_created", own, self._created_s)
 
 
+class Answered(NamedTuple):
+    """What one job got from a step, up to where a stop string ended it."""
+
+    job: Job
+    num_tokens: int
+    finish_reason: str | None
+    num_cached_tokens: int
+    """Of the prompt, found in the prefix cache."""
+
+
 class EngineMetrics:
-    """Counts what the engine does; the engine loop writes, ``/metrics`` reads."""
+    """Counts what the engine does and what is answered; ``/metrics`` reads.
+
+    As in vLLM, tokens and ends are counted where stop strings are looked for: they are what clients get.
+    """
 
     def __init__(self, model_name: str, max_model_len: int, cache_config: Mapping[str, Any]) -> None:
         """``cache_config`` becomes the labels of ``vllm:cache_config_info``."""
@@ -190,35 +206,39 @@ class EngineMetrics:
         self.num_running, self.num_waiting = load.num_running, load.num_waiting
         self.kv_cache_usage = 1 - load.num_free_blocks / engine.scheduler.config.num_usable_blocks
 
-    def take_step(self, engine: core.Engine, outcome: core.StepOutcome, given_out_ns: int) -> None:
-        """Book a step whose tokens are given out at ``given_out_ns``."""
+    def take_step(self, engine: core.Engine, outcome: core.StepOutcome) -> None:
+        """Book what a step decided; in the engine's thread."""
         self._take_admissions(outcome)
         self.preemptions.inc(len(outcome.preemptions))
+        self.take_load(engine)
+
+    def take_answers(self, answers: Sequence[Answered], given_out_ns: int) -> None:
+        """Book what a step yielded, given out at ``given_out_ns``; in the event loop's thread."""
         num_generated = num_computed = 0
         gaps: Tally[int] = Tally()
-        for sequence, token_ids in outcome.outputs:
-            num_generated += len(token_ids)
-            if sequence.first_token_ns < 0:
-                num_computed += self._take_first_token(sequence, given_out_ns)
-            else:
-                gaps[given_out_ns - sequence.last_token_ns] += 1
-            sequence.last_token_ns = given_out_ns
+        for job, num_tokens, finish_reason, num_cached_tokens in answers:
+            if num_tokens:
+                num_generated += num_tokens
+                if job.first_token_ns < 0:
+                    num_computed += self._take_first_token(job, num_cached_tokens, given_out_ns)
+                else:
+                    gaps[given_out_ns - job.last_token_ns] += 1
+                job.last_token_ns = given_out_ns
+            if finish_reason is not None:
+                self._take_finished(job, finish_reason, num_cached_tokens)
         for gap_ns, count in gaps.items():
             self.itl.observe(gap_ns * _S, count)
         self.generation_tokens.inc(num_generated)
         self.iteration_tokens.observe(num_computed + num_generated)
-        for sequence in outcome.finished:
-            self.take_finished(sequence)
-        self.take_load(engine)
 
-    def take_finished(self, sequence: core.Sequence) -> None:
-        """Book a request that got its whole answer, or as much of it as a stop string left."""
-        request, num_tokens = sequence.request, sequence.num_output_tokens
-        first_ns, last_ns = sequence.first_token_ns, sequence.last_token_ns
+    def _take_finished(self, job: Job, finish_reason: str, num_cached_tokens: int) -> None:
+        request, num_tokens = job.request, job.num_tokens
+        assert request is not None, "it was answered"
+        first_ns, last_ns = job.first_token_ns, job.last_token_ns
         decode_ns = last_ns - first_ns
-        self.request_success.inc(1, sequence.finish_reason or "")
-        self.e2e.observe((last_ns - request.arrival_ns) * _S)
-        self.queue_time.observe((request.scheduled_ns - request.arrival_ns) * _S)
+        self.request_success.inc(1, finish_reason)
+        self.e2e.observe((last_ns - job.arrival_ns) * _S)
+        self.queue_time.observe((request.scheduled_ns - job.arrival_ns) * _S)
         self.prefill_time.observe((first_ns - request.scheduled_ns) * _S)
         self.decode_time.observe(decode_ns * _S)
         self.inference_time.observe((last_ns - request.scheduled_ns) * _S)
@@ -227,9 +247,9 @@ class EngineMetrics:
         self.request_generation_tokens.observe(num_tokens)
         self.max_generation_tokens.observe(num_tokens)
         self.params_n.observe(1)
-        self.params_max_tokens.observe(sequence.params.max_tokens)
+        self.params_max_tokens.observe(job.params.max_tokens)
         self.request_preemptions.observe(request.num_preemptions)
-        self.prefill_computed.observe(request.num_prompt_tokens - request.num_cached_tokens)
+        self.prefill_computed.observe(request.num_prompt_tokens - num_cached_tokens)
 
     def _take_admissions(self, outcome: core.StepOutcome) -> None:
         for request, num_cached_tokens, resumed in outcome.plan.admissions:
@@ -238,16 +258,16 @@ class EngineMetrics:
                 self.prefix_hits.inc(num_cached_tokens)
                 self.prompt_tokens_cached_by_source.inc(num_cached_tokens, "device")
 
-    def _take_first_token(self, sequence: core.Sequence, given_out_ns: int) -> int:
+    def _take_first_token(self, job: Job, num_cached_tokens: int, given_out_ns: int) -> int:
         """Book the first token of an answer; returns the prompt tokens that were computed for it."""
-        request = sequence.request
-        sequence.first_token_ns = given_out_ns
-        self.ttft.observe((given_out_ns - request.arrival_ns) * _S)
-        num_computed = request.num_prompt_tokens - request.num_cached_tokens
-        self.prompt_tokens.inc(request.num_prompt_tokens)
+        num_prompt_tokens = len(job.prompt_token_ids)
+        job.first_token_ns = given_out_ns
+        self.ttft.observe((given_out_ns - job.arrival_ns) * _S)
+        num_computed = num_prompt_tokens - num_cached_tokens
+        self.prompt_tokens.inc(num_prompt_tokens)
         self.prompt_tokens_by_source.inc(num_computed, "local_compute")
-        self.prompt_tokens_by_source.inc(request.num_cached_tokens, "local_cache_hit")
-        self.prompt_tokens_cached.inc(request.num_cached_tokens)
+        self.prompt_tokens_by_source.inc(num_cached_tokens, "local_cache_hit")
+        self.prompt_tokens_cached.inc(num_cached_tokens)
         return num_computed
 
     def collect(self) -> Iterator[Any]:

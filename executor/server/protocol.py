@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -63,7 +64,10 @@ class _Body(BaseModel):
     @model_validator(mode="after")
     def _tell_of_unknown_fields(self) -> _Body:
         if self.model_extra:
-            log.warning("fields of the request without effect: %s", ", ".join(map(repr, self.model_extra)))
+            names = list(islice(self.model_extra, _MOST_ERRORS + 1))
+            texts = [_short(repr(name[:_LONGEST_TEXT])) for name in names[:_MOST_ERRORS]]
+            rest = ["…"] if len(names) > _MOST_ERRORS else []
+            log.warning("fields of the request without effect: %s", ", ".join([*texts, *rest]))
         return self
 
 

@@ -1,7 +1,8 @@
 """Text to tokens and back: the tokenizer of the model's folder, or bytes where there is none.
 
 Detokenisation is incremental: what is given out piece by piece is the text of all tokens together, and a character
-whose bytes come in several tokens is given out once it is whole.
+whose bytes come in several tokens is given out once it is whole.  As in vLLM it goes on where the prompt ends: with
+tokenizers whose first token loses its space, the first token of an answer keeps it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 
 _LONGEST_CHARACTER_TOKENS = 8
 """Tokens that may spell one character (4 bytes in UTF-8, and something to spare); more are no valid text."""
+_MOST_SILENT_TOKENS = 64
+"""Tokens without a text of their own that are kept because those behind them may be read differently without them."""
 _BROKEN = "\ufffd"
 _PRINTABLE = tuple(range(32, 127))
 
@@ -41,8 +44,8 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special ones left out."""
 
-    def detokenizer(self) -> Detokenizer:
-        """For one answer."""
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+        """For one answer to that prompt."""
 
     def filler_ids(self) -> list[int]:
         """Ids that a made-up answer may consist of: neither special nor ending an answer."""
@@ -83,8 +86,13 @@ class ByteTokenizer:
             return bytes((token_id,))
         return bytes((_PRINTABLE[token_id % len(_PRINTABLE)],))
 
-    def detokenizer(self) -> Detokenizer:
-        """For one answer."""
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int] = (),  # noqa: ARG002 -- a byte means the same wherever it stands
+        *,
+        skip_special_tokens: bool = True,  # noqa: ARG002 -- those that are silent here have no text at all
+    ) -> Detokenizer:
+        """For one answer to that prompt."""
         return _ByteDetokenizer(self)
 
     def filler_ids(self) -> list[int]:
@@ -135,13 +143,18 @@ class FileTokenizer:
         clean = text.encode("utf-8", errors="replace").decode("utf-8")
         return list(self._tokenizer.encode(clean, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the tokens, special ones left out."""
-        return str(self._tokenizer.decode([i for i in token_ids if i < self._num_known], skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the tokens, special ones left out unless told otherwise."""
+        known = [token_id for token_id in token_ids if token_id < self._num_known]
+        return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self) -> Detokenizer:
-        """For one answer."""
-        return _WindowDetokenizer(self)
+    def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether a token takes part in decoding at all."""
+        return token_id < self._num_known and not (skip_special_tokens and token_id in self._special)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+        """For one answer to that prompt."""
+        return _WindowDetokenizer(self, prompt_token_ids, skip_special_tokens)
 
     def filler_ids(self) -> list[int]:
         """All that are not special and that the model has, too."""
@@ -151,21 +164,25 @@ class FileTokenizer:
 class _WindowDetokenizer:
     """Decodes a short window of tokens twice: with and without the newest; the difference is new text.
 
-    The window begins a little before what was given out, because a token's text can depend on the one before it.
+    The window begins a little before what was given out, because a token's text can depend on the one before it, and
+    with the end of the prompt at first.
     """
 
-    def __init__(self, tokenizer: FileTokenizer) -> None:
-        self._decode = tokenizer.decode
-        self._given: list[int] = []
+    def __init__(self, tokenizer: FileTokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
+        self._given = self._end_of(prompt_token_ids)
         self._held: list[int] = []
 
     def add(self, token_id: int) -> str:
+        if not self._tokenizer.has_text(token_id, self._skips_special):
+            return ""
         self._held.append(token_id)
         text = self._new_text()
         if text.endswith(_BROKEN) and len(self._held) < _LONGEST_CHARACTER_TOKENS:
             return ""
-        if text:  # else the tokens have none of their own, and the window stays where it is
-            self._given = self._held
+        # One without a text, such as a space that is stripped from the front, still is what the next one stands behind.
+        self._given = self._held if text else (self._given + self._held)[-_MOST_SILENT_TOKENS:]
         self._held = []
         return text
 
@@ -175,6 +192,23 @@ class _WindowDetokenizer:
     def _new_text(self) -> str:
         before, after = self._decode(self._given), self._decode(self._given + self._held)
         return after[len(before) :] if after.startswith(before) else self._decode(self._held)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skips_special)
+
+    def _end_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt that are whole characters; none if there are no such."""
+        end: list[int] = []
+        text = ""
+        for token_id in reversed(prompt_token_ids[-_MOST_SILENT_TOKENS:]):
+            if self._tokenizer.has_text(token_id, self._skips_special):
+                end.insert(0, token_id)
+                text = self._decode(end)
+                if text and _BROKEN not in text:
+                    return end
+                if len(end) == _LONGEST_CHARACTER_TOKENS:
+                    break
+        return [] if text else end  # which is nothing but broken characters, or has no text at all
 
 
 def load_tokenizer(folder: Path | None, vocab_size: int, silent_ids: Sequence[int] = ()) -> Tokenizer:

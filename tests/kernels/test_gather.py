@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closeness import DEVICE, FLOATS, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.closeness import DEVICE, FLOATS, randn
 from windtunnel.executor.kernels.gather import gather_rows
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closeness import DEVICE, FLOATS, assert_as_exact_as_torch, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.closeness import DEVICE, FLOATS, assert_as_exact_as_torch, randn
 from windtunnel.executor.kernels.rope_store import rope_and_store
 
 FP8 = torch.float8_e4m3fn

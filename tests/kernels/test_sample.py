@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from closeness import DEVICE, randn
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kernels.closeness import DEVICE, randn
 from windtunnel.executor.kernels.sample import sample
 
 INF = math.inf

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closeness import DEVICE, FLOATS, assert_as_exact_as_torch, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from kernels.closeness import DEVICE, FLOATS, assert_as_exact_as_torch, randn
 from windtunnel.executor.kernels.silu_and_mul import silu_and_mul
 
 

