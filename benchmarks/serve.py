@@ -58,7 +58,9 @@ async def send(client: httpx.AsyncClient, count: int, rng: random.Random) -> Non
 async def measure(url: str, pid: int, num_requests: int) -> None:
     """Print a line for each tenth of the requests."""
     rng, part = random.Random(0), num_requests // 10
-    limits = httpx.Limits(max_connections=NUM_CONNECTIONS)
+    limits = httpx.Limits(
+        max_connections=NUM_CONNECTIONS, keepalive_expiry=2.0
+    )  # the server closes idle ones after 5 s
     async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits) as client:
         print(f"{'requests':>10} {'requests/s':>12} {'CPU ms/request':>16} {'resident MiB':>14}")
         for number in range(1, 11):
