@@ -1,7 +1,8 @@
-"""Inside real vLLM 0.32: our scheduler in its engine, and our simulated executor under its engine.
+"""Inside real vLLM 0.32: our scheduler in its engine, our simulated executor under it, a recorder of its steps.
 
     vllm serve MODEL --scheduler-cls windtunnel.executor.vllm_plugin.VllmScheduler
     vllm serve MODEL --distributed-executor-backend windtunnel.executor.vllm_plugin.VllmSimExecutor
+    vllm serve MODEL --scheduler-cls windtunnel.executor.vllm_plugin.RecordingScheduler
 
 vLLM is imported only when one of these classes is asked for.
 """
@@ -17,9 +18,17 @@ _HOME = {
     "DecisionsDiffer": "checked",
     "VllmSimExecutor": "sim_executor",
     "VirtualClock": "clock",
+    "RecordingScheduler": "recorder",
 }
 
-__all__ = ["DecisionsDiffer", "VirtualClock", "VllmScheduler", "VllmSchedulerChecked", "VllmSimExecutor"]
+__all__ = [
+    "DecisionsDiffer",
+    "RecordingScheduler",
+    "VirtualClock",
+    "VllmScheduler",
+    "VllmSchedulerChecked",
+    "VllmSimExecutor",
+]
 
 
 def __getattr__(name: str) -> Any:
