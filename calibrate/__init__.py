@@ -1,4 +1,4 @@
-"""Fitting what no formula gives to measurements: the memory of real start-ups (``memory_fit``).
+"""Fitting what no formula gives: the memory of real start-ups (``memory_fit``), step times (``fit``).
 
-Step times are not measured yet: cost models are uncalibrated, or profiles that somebody else made.
+Tables of step times come from others so far (``step_tables``, ``recorded_steps``); measuring them here is to come.
 """

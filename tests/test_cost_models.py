@@ -227,7 +227,7 @@ def test_a_profile_keeps_quantised_storage_and_states_where_it_comes_from(tmp_pa
     ("edit", "message"),
     [
         (lambda p: p.update(schema_version=2), "schema_version 2 is not known, this version reads 1"),
-        (lambda p: p.update(kind="magic"), "kind must be one of roofline, affine, constant, got 'magic'"),
+        (lambda p: p.update(kind="magic"), "kind must be one of roofline, affine, constant, fitted, got 'magic'"),
         (lambda p: p.update(colour="red"), "the profile has unknown colour"),
         (lambda p: p.pop("provenance"), "the profile lacks provenance"),
         (lambda p: p.update(calibrated=True), "calibrated must be false"),

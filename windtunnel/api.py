@@ -67,12 +67,17 @@ def simulate(
 def execute(resolved: Resolved, *, progress: Progress | None = None) -> Run:
     """Run a resolved scenario; what ``simulate`` does once every setting is known."""
     from windtunnel.scenarios.saturation import saturation_request_throughput
+    from windtunnel.sim.cost.fitted import extrapolation_warning
     from windtunnel.sim.simulate import serve
 
     workload, system = resolved.workload, resolved.system
     records = serve(workload, system, horizon_ns=resolved.horizon_ns, progress=progress)
     saturation = saturation_request_throughput(workload, system) if resolved.measures_saturation else None
-    return Run(records, workload, {"windtunnel_version": __version__, **resolved.describe()}, saturation)
+    described = resolved.describe()
+    extrapolated = extrapolation_warning(system.cost, (replica.steps for replica in records.replicas))
+    if extrapolated is not None:
+        described["warnings"].append(extrapolated)
+    return Run(records, workload, {"windtunnel_version": __version__, **described}, saturation)
 
 
 def load_run(folder: str | Path) -> Run:

@@ -1,14 +1,30 @@
-"""``profile.json``: a cost model as a file that people can read and another run can load."""
+"""``profile.json``: a cost model as a file that people can read and another run can load.
+
+Every profile holds schema_version, kind, calibrated, parameters and provenance.  A fitted one also holds its domain,
+noise, errors, memory corrections and a checksum over all of it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from windtunnel.sim.cost.constant import AffineCost, ConstantCost
+from windtunnel.sim.cost.features import Curve
+from windtunnel.sim.cost.fitted import (
+    Domain,
+    ErrorLine,
+    Evidence,
+    FittedCost,
+    FittedParameters,
+    NoiseBin,
+    domain_as_plain,
+)
 from windtunnel.sim.cost.roofline import RooflineCost, RooflineFactors
 from windtunnel.sim.deployment.gpu import GpuSpec
 from windtunnel.sim.deployment.model_spec import ModelSpec, WeightFormat
@@ -25,7 +41,7 @@ class ProfileError(ValueError):
 
 
 def save_profile(cost: CostModel, path: str | Path, *, provenance: Mapping[str, Any] | None = None) -> None:
-    """Write ``cost`` to ``path`` as JSON: schema_version, kind, calibrated, parameters and provenance.
+    """Write ``cost`` to ``path`` as JSON, in the form that the module describes.
 
     ``provenance`` is plain data that says where the parameters come from; by default it is what the model itself
     states.  The same model gives the same bytes.
@@ -39,7 +55,10 @@ def save_profile(cost: CostModel, path: str | Path, *, provenance: Mapping[str, 
         "parameters": _parameters(cost),
         "provenance": dict(provenance) if provenance is not None else _stated_provenance(cost),
     }
-    Path(path).write_text(json.dumps(profile, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if isinstance(cost, FittedCost):
+        profile |= _evidence_as_plain(cost.evidence)
+        profile["checksum"] = _checksum(profile)
+    Path(path).write_text(_json(profile), encoding="utf-8")
 
 
 def load_profile(path: str | Path) -> CostModel:
@@ -50,30 +69,30 @@ def load_profile(path: str | Path) -> CostModel:
     """
     path = Path(path)
     profile = _read(path)
-    _check_keys(path, "the profile", profile, required=_TOP_LEVEL)
-    if profile["schema_version"] != SCHEMA_VERSION:
-        raise ProfileError(
-            f"{path}: schema_version {profile['schema_version']!r} is not known, this version reads {SCHEMA_VERSION}: "
-            "write the profile again"
-        )
+    _check_version(path, profile)
+    is_fitted = profile.get("kind") == FittedCost.name
+    _check_keys(path, "the profile", profile, required=(*_TOP_LEVEL, *(_FITTED_LEVEL if is_fitted else ())))
     kind = profile["kind"]
-    if not isinstance(kind, str) or kind not in _LOADERS:
-        raise ProfileError(f"{path}: kind must be one of {', '.join(_LOADERS)}, got {kind!r}")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ProfileError(f"{path}: kind must be one of {', '.join(_KINDS)}, got {kind!r}")
     parameters = profile["parameters"]
     if not isinstance(parameters, dict):
         raise ProfileError(f"{path}: parameters must be an object, got {type(parameters).__name__}")
-    cost = _LOADERS[kind](path, parameters)
+    cost = _load_fitted(path, profile) if is_fitted else _LOADERS[kind](path, parameters)
     if profile["calibrated"] is not cost.calibrated:
         raise ProfileError(f"{path}: calibrated must be {str(cost.calibrated).lower()} for kind {kind}")
     return cost
 
 
 _TOP_LEVEL = ("schema_version", "kind", "calibrated", "parameters", "provenance")
+_FITTED_LEVEL = ("domain", "noise", "errors", "memory", "checksum")
 _ROOFLINE_KEYS = ("model", "gpu", "tensor_parallel_size", "kv_cache_dtype", "factors")
 _AFFINE_KEYS = ("base_s", "token_s", "seq_s", "decode_context_s", "prefill_pair_s")
 
 
 def _parameters(cost: CostModel) -> Json:
+    if isinstance(cost, FittedCost):
+        return cost.parameters.as_plain()
     if isinstance(cost, RooflineCost):
         return {
             "model": asdict(cost.model),
@@ -86,10 +105,12 @@ def _parameters(cost: CostModel) -> Json:
         return {key: getattr(cost, key) for key in _AFFINE_KEYS}
     if isinstance(cost, ConstantCost):
         return {"step_s": cost.step_s}
-    raise TypeError(f"{type(cost).__name__} has no profile format; those with one: {', '.join(_LOADERS)}")
+    raise TypeError(f"{type(cost).__name__} has no profile format; those with one: {', '.join(_KINDS)}")
 
 
 def _stated_provenance(cost: CostModel) -> Json:
+    if isinstance(cost, FittedCost):
+        return dict(cost.evidence.provenance)
     stated = cost.describe()
     return {key: stated[key] for key in ("error", "gpu_source", "factor_sources") if key in stated}
 
@@ -129,6 +150,114 @@ _LOADERS: dict[str, Callable[[Path, Json], CostModel]] = {
     AffineCost.name: _load_affine,
     ConstantCost.name: _load_constant,
 }
+_KINDS = (*_LOADERS, FittedCost.name)
+
+
+def _load_fitted(path: Path, profile: Json) -> CostModel:
+    _check_checksum(path, profile)
+    return _made(
+        path,
+        lambda: FittedCost(
+            _fitted_parameters(path, profile["parameters"]),
+            Evidence(
+                domain=_domain(path, profile["domain"]),
+                noise=tuple(_row(path, "noise", NoiseBin, row) for row in _list(path, "noise", profile["noise"])),
+                errors=tuple(_row(path, "errors", ErrorLine, row) for row in _list(path, "errors", profile["errors"])),
+                memory=_object(path, "memory", profile["memory"]),
+                provenance=_object(path, "provenance", profile["provenance"]),
+            ),
+        ),
+    )
+
+
+def _evidence_as_plain(evidence: Evidence) -> Json:
+    return {
+        "domain": domain_as_plain(evidence.domain),
+        "noise": [row._asdict() for row in evidence.noise],
+        "errors": [row._asdict() for row in evidence.errors],
+        "memory": dict(evidence.memory),
+    }
+
+
+def _fitted_parameters(path: Path, given: Json) -> FittedParameters:
+    plain = dict(given)
+    names = tuple(field.name for field in fields(FittedParameters))
+    _check_keys(path, "parameters", plain, required=names)
+    for name in ("tokens", "decode_seqs", "decode_context"):
+        where = f"parameters.{name}"
+        curve = _object(path, where, plain[name])
+        _check_keys(path, where, curve, required=("knots", "seconds"))
+        plain[name] = Curve(_list(path, f"{where}.knots", curve["knots"]), _list(path, where, curve["seconds"]))
+    plain["graph_sizes"] = tuple(_list(path, "parameters.graph_sizes", plain["graph_sizes"]))
+    return FittedParameters(**plain)
+
+
+def _domain(path: Path, given: object) -> Domain:
+    boxes: dict[str, dict[str, tuple[int, int]]] = {}
+    for regime, box in _object(path, "domain", given).items():
+        boxes[regime] = {}
+        for name, span in _object(path, f"domain.{regime}", box).items():
+            match span:
+                case [int(low), int(high)]:
+                    boxes[regime][name] = (low, high)
+                case _:
+                    raise ProfileError(f"{path}: domain.{regime}.{name} must be two whole numbers, got {span!r}")
+    return Domain(boxes)
+
+
+_Row = TypeVar("_Row", NoiseBin, ErrorLine)
+
+
+def _row(path: Path, where: str, kind: type[_Row], given: object) -> _Row:
+    row = _object(path, where, given)
+    _check_keys(path, where, row, required=kind._fields)
+    for name, value in row.items():
+        wanted: type | Any = str if name == "regime" else int if name.startswith(("num_", "up_")) else int | float
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise ProfileError(
+                f"{path}: {where}.{name} must be {'text' if wanted is str else 'a number'}, got {value!r}"
+            )
+    return kind(**row)
+
+
+def _list(path: Path, where: str, value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise ProfileError(f"{path}: {where} must be a list, got {type(value).__name__}")
+    return value
+
+
+def _json(profile: Json) -> str:
+    """Indented, but with each list of numbers in a line of its own (there are no raw line breaks in JSON's strings)."""
+    text = json.dumps(profile, indent=2, ensure_ascii=False, allow_nan=False)
+    return re.sub(r'\[\n([^\[\]{}"]*)\n\s*\]', lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
+def _checksum(profile: Json) -> str:
+    """SHA-256 of the profile without its checksum, independent of layout and the order of keys."""
+    rest = {key: value for key, value in profile.items() if key != "checksum"}
+    plain = json.dumps(rest, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(plain.encode("ascii")).hexdigest()
+
+
+def _check_checksum(path: Path, profile: Json) -> None:
+    if profile["checksum"] != _checksum(profile):
+        raise ProfileError(
+            f"{path}: checksum {profile['checksum']!r} does not fit the content, which was changed or damaged after it "
+            "was written: fit again, or take the file from where it came"
+        )
+
+
+def _check_version(path: Path, profile: Json) -> None:
+    if "schema_version" not in profile:
+        raise ProfileError(f"{path}: the profile lacks schema_version; is it a profile that windtunnel wrote?")
+    version = profile["schema_version"]
+    if type(version) is not int or version != SCHEMA_VERSION:
+        remedy = "write the profile again"
+        if type(version) is int and version > SCHEMA_VERSION:
+            remedy += ", or use the newer windtunnel that wrote it"
+        raise ProfileError(
+            f"{path}: schema_version {version!r} is not known, this version reads {SCHEMA_VERSION}: {remedy}"
+        )
 
 
 def _made(path: Path, make: Callable[[], CostModel]) -> CostModel:
@@ -171,4 +300,6 @@ def _read(path: Path) -> Json:
         profile = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ProfileError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
+    except RecursionError:
+        raise ProfileError(f"{path}: not a profile, it is nested too deeply") from None
     return _object(path, "the profile", profile)

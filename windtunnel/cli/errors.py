@@ -16,6 +16,7 @@ _CODES = {
     ("windtunnel.scenarios.errors", "ScenarioError"): EXIT_USAGE,
     ("windtunnel.scenarios.workloads.errors", "TraceError"): EXIT_UNREADABLE,
     ("windtunnel.sim.cost.profile", "ProfileError"): EXIT_UNREADABLE,
+    ("windtunnel.calibrate.step_tables", "StepTableError"): EXIT_UNREADABLE,
     ("windtunnel.sim.decisions", "CaseError"): EXIT_UNREADABLE,
     ("windtunnel.sim.simulate", "RequestTooLarge"): EXIT_INFEASIBLE,
     ("windtunnel.sim.simulate", "TimeRunsOut"): EXIT_USAGE,

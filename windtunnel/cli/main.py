@@ -32,6 +32,7 @@ COMMANDS = {
     "simulate": Command("windtunnel.cli.simulate", "simulate", "Run a workload through a simulated deployment."),
     "serve": Command("windtunnel.cli.serve", "serve", "Serve OpenAI clients: a mock deployment, or a real engine."),
     "memory": Command("windtunnel.cli.memory", "memory", "Plan GPU memory: the KV cache, and whether vLLM starts."),
+    "fit": Command("windtunnel.cli.fit", "fit", "Fit a cost profile to measured steps, and state its error."),
     "compare": Command("windtunnel.cli.compare", "compare", "Compare variants on one workload, or saved runs."),
     "report": Command("windtunnel.cli.report", "report", "Turn a saved run into one HTML file or Markdown."),
     "trace": Command("windtunnel.cli.trace", "trace", "Turn a saved run into a Perfetto / Chrome trace."),

@@ -345,6 +345,8 @@ def run_simulation(scenario: str | None, flags: Mapping[str, Any], options: Opti
     resolved = resolve(loaded)
     _tell(resolved, options)
     run = _execute(resolved, options)
+    for warning in run.context.warnings[len(resolved.warnings) :]:
+        warn(warning)
     _write(run, options)
     _print(run, options)
     if run.slo_passed is False:

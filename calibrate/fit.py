@@ -1,0 +1,379 @@
+"""Fits ``FittedCost`` to a table of measured steps, and says how far off it is on steps whose shape was left out.
+
+The parameters are those of a robust, relative, non-negative least-squares fit: each residual is a share of the
+predicted time, residuals beyond 1.345 robust standard deviations count linearly (Huber 1964), beyond ten not at all,
+and a shape that was repeated n times weighs as sqrt(n) steps.  How finely the curves bend, whether batches are padded
+to CUDA graphs and whether mixed steps cost extra is chosen by cross-validation over shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windtunnel.calibrate.crossval import folds_by_shape
+from windtunnel.calibrate.errors import error_lines
+from windtunnel.calibrate.step_tables import StepTable, StepTableError
+from windtunnel.sim.cost.features import REGIMES, Curve, graph_sizes, regimes_of
+from windtunnel.sim.cost.fitted import OUTSIDE, Domain, Evidence, FittedCost, FittedParameters, NoiseBin
+
+_Array = NDArray[np.float64]
+
+COVERAGE = 0.9
+"""Share of measured steps that an interval is to hold."""
+FEWEST_SHAPES = 10
+_HUBER = 1.345
+"""Robust standard deviations from which on residuals count linearly: 95 % efficient for normal ones (Huber 1964)."""
+_HOPELESS = 10.0
+"""Robust standard deviations from which on a step says nothing about its shape."""
+_MAD_TO_SIGMA = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+_LEAST_SIGMA = 1e-3
+_LEAST_S = 1e-9
+"""A term that nowhere comes to a nanosecond is none."""
+_ROUNDS = 15
+_RIDGE = 1e-4
+"""Holds terms apart that the table cannot tell apart; in units of the scaled columns."""
+_STEP_RIDGE = 1e-2
+"""The same of what is paid once (chunks, mixed, no graph): where data are silent, time grows with tokens instead."""
+_PAID_ONCE = ("prefill_s", "mixed_s", "eager_s", "prefill_seq_s", "mixed_seq_s")
+_FOLDS = 5
+_GAIN = 0.02
+"""Share by which a finer form must lower the cross-validated error to be chosen."""
+_CAPPED_ERROR = 0.15
+"""A held-out error counts at most this much when forms are compared."""
+_FEWEST_IN_BIN = 40
+"""Held-out steps that a bin of noise needs to be halved."""
+_FEWEST_SHAPES_IN_BIN = 10
+"""Held-out shapes that a bin of noise needs for quantiles of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How finely the model bends: knots of a curve are so many times apart, None is a straight line."""
+
+    token_ratio: float | None = None
+    seq_ratio: float | None = None
+    context_ratio: float | None = None
+    padded: bool = False
+    mixed: bool = False
+
+
+_CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "token_ratio": (None, 4.0, 2.0, 1.4),
+    "mixed": (False, True),
+    "seq_ratio": (None, 4.0, 2.0),
+    "context_ratio": (None, 4.0, 2.0),
+    "padded": (False, True),
+}
+
+Progress = Callable[[int, int], None]
+
+
+class StepTimeFit:
+    """``StepTimeFit().fit(table)`` is a ``FittedCost``.
+
+    ``form`` fixes what cross-validation would choose.  Batches of up to ``max_graph_tokens`` tokens may be padded to
+    vLLM's CUDA graph sizes (512 is the largest that vLLM captures by default; 0: never, as with ``--enforce-eager``).
+    The same table and ``seed`` give the same model.
+    """
+
+    def __init__(self, *, form: Form | None = None, max_graph_tokens: int = 512, seed: int = 0) -> None:
+        if max_graph_tokens < 0:
+            raise ValueError(f"max_graph_tokens must be at least 0 (0: no CUDA graphs), got {max_graph_tokens}")
+        self.form = form
+        self.max_graph_tokens = max_graph_tokens
+        self.seed = seed
+
+    def fit(
+        self,
+        table: StepTable,
+        *,
+        provenance: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> FittedCost:
+        """The model of ``table``, with the errors, noise and intervals of its held-out shapes.
+
+        ``provenance`` is added to the table's own; ``progress`` hears (forms tried, forms at most).
+        Raises StepTableError for a table of fewer than 10 shapes: none could be held out.
+        """
+        num_shapes = int(table.shape_ids.max()) + 1
+        if num_shapes < FEWEST_SHAPES:
+            raise StepTableError(
+                f"a fit needs steps of at least {FEWEST_SHAPES} different shapes, got {num_shapes}: measure more"
+            )
+        form = self.form or self._choose(table, progress)
+        predicted_s, outside = self._held_out(table, form)
+        noise = _noise(table, predicted_s, outside)
+        domain = Domain.of(table.shapes)
+        parameters = self._parameters(table, form)
+        rough = FittedCost(parameters, Evidence(domain, noise))
+        evidence = Evidence(
+            domain=domain,
+            noise=noise,
+            errors=error_lines(table, predicted_s, _covered(rough, table, predicted_s, outside)),
+            provenance={
+                **table.provenance,
+                **(provenance or {}),
+                "num_steps": len(table),
+                "num_shapes": num_shapes,
+                "form": asdict(form),
+                "seed": self.seed,
+            },
+        )
+        return FittedCost(parameters, evidence)
+
+    def _choose(self, table: StepTable, progress: Progress | None) -> Form:
+        """From the plainest form on, one choice after the other, as long as it pays; twice around."""
+        best, tried = Form(), 0
+        most = 2 * sum(len(values) - 1 for values in _CHOICES.values())
+        scores = {best: self._score(table, best)}
+        for _ in range(2):
+            for name, values in _CHOICES.items():
+                for value in values:
+                    form = replace(best, **{name: value})
+                    if form.padded and not self.max_graph_tokens:
+                        continue
+                    if form not in scores:
+                        scores[form] = self._score(table, form)
+                        tried += 1
+                        if progress is not None:
+                            progress(min(tried, most), most)
+                    if scores[form] < scores[best] * (1.0 - _GAIN):
+                        best = form
+        return best
+
+    def _score(self, table: StepTable, form: Form) -> float:
+        errors = np.abs(self._held_out(table, form)[0] / table.step_s - 1.0)
+        return float(np.average(np.minimum(errors, _CAPPED_ERROR), weights=_repeat_weights(table)))
+
+    def _held_out(self, table: StepTable, form: Form) -> tuple[_Array, NDArray[np.bool_]]:
+        """Every step's time as a model predicts it that has not seen its shape, and whether it had to extrapolate."""
+        predicted_s, outside = np.empty(len(table)), np.empty(len(table), bool)
+        for held_out in folds_by_shape(table, _FOLDS, self.seed):
+            seen, asked = table.take(~held_out), table.take(held_out).shapes
+            predicted_s[held_out] = _priced(self._parameters(seen, form), asked)
+            outside[held_out] = Domain.of(seen.shapes).outside(asked)
+        return predicted_s, outside
+
+    def _parameters(self, table: StepTable, form: Form) -> FittedParameters:
+        terms = _Terms.of(table.shapes, form, self.max_graph_tokens)
+        return terms.parameters(_solve(terms.columns, terms.ridge, table))
+
+
+class _Terms(NamedTuple):
+    """The columns of the linear problem, and what their coefficients mean."""
+
+    columns: _Array
+    knots: Mapping[str, tuple[int, ...]]
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, shape: Any, form: Form, max_graph_tokens: int) -> _Terms:
+        tokens, sizes = np.asarray(shape.num_tokens), graph_sizes(max_graph_tokens) if form.padded else ()
+        padded = _padded(tokens, sizes)
+        amounts = {
+            "tokens": (padded, form.token_ratio),
+            "decode_seqs": (shape.num_decode_seqs, form.seq_ratio),
+            "decode_context": (shape.decode_context_tokens, form.context_ratio),
+        }
+        knots = {name: _knots(amount, ratio) for name, (amount, ratio) in amounts.items()}
+        prefills, decodes = shape.num_prefill_seqs > 0, shape.num_decode_seqs > 0
+        plain = {
+            "base_s": np.ones(len(tokens)),
+            "prefill_s": prefills,
+            "prefill_seq_s": shape.num_prefill_seqs,
+            "pair_s": shape.prefill_pairs,
+            "prefill_context_s": shape.prefill_context_tokens,
+            "sampled_s": shape.num_sampled,
+            "mixed_s": prefills & decodes & form.mixed,
+            "mixed_seq_s": np.where(prefills & form.mixed, shape.num_decode_seqs, 0),
+            "eager_s": tokens > sizes[-1] if sizes else np.zeros(len(tokens)),
+        }
+        ramps = [ramp for name, (amount, _) in amounts.items() for ramp in _ramps(amount, knots[name])]
+        columns = np.column_stack([*(np.asarray(column, np.float64) for column in plain.values()), *ramps])
+        return cls(columns, knots, sizes, tuple(plain))
+
+    @property
+    def ridge(self) -> _Array:
+        """How strongly each coefficient is held at 0."""
+        strength = np.full(self.columns.shape[1], _RIDGE)
+        strength[[self.names.index(name) for name in _PAID_ONCE]] = _STEP_RIDGE
+        return strength
+
+    def parameters(self, coefficients: _Array) -> FittedParameters:
+        """What the coefficients of the columns come to."""
+        values: dict[str, Any] = dict(zip(self.names, map(float, coefficients), strict=False))
+        slopes = iter(coefficients[len(self.names) :])
+        for name, knots in self.knots.items():
+            seconds = [0.0]
+            for low, high in pairwise(knots):
+                seconds.append(seconds[-1] + float(next(slopes)) * (high - low))
+            values[name] = Curve(knots, seconds)
+        values["base_s"] = max(values["base_s"], 1e-9)  # a table may leave nothing to the constant, a step takes time
+        return FittedParameters(**values, graph_sizes=self.sizes)
+
+
+def _padded(tokens: NDArray[np.int64], sizes: tuple[int, ...]) -> NDArray[np.int64]:
+    if not sizes:
+        return tokens
+    known = np.array(sizes)
+    place = np.minimum(np.searchsorted(known, tokens), len(known) - 1)
+    return np.where(tokens <= known[-1], known[place], tokens)
+
+
+def _knots(amounts: NDArray[np.int64], ratio: float | None) -> tuple[int, ...]:
+    """0, then measured amounts that are at least ``ratio`` times apart, and the largest: no piece is without data."""
+    present = [int(amount) for amount in np.unique(amounts) if amount > 0]
+    if not present:
+        return (0, 1)
+    if ratio is None:
+        return (0, present[-1])
+    knots = [0]
+    for amount in present:
+        if amount >= ratio * knots[-1] and amount * ratio <= present[-1]:
+            knots.append(amount)
+    return (*knots, present[-1])
+
+
+def _ramps(amounts: NDArray[np.int64], knots: tuple[int, ...]) -> list[_Array]:
+    """For each piece between two knots how much of an amount lies in it; the last piece has no end.
+
+    A piece that every step fills is left to the constant.
+    """
+    ends = (*knots[1:-1], np.inf)
+    ramps = []
+    for low, high in zip(knots[:-1], ends, strict=True):
+        filled = amounts.min() >= high
+        ramps.append(np.zeros(len(amounts)) if filled else np.clip(amounts.astype(np.float64), low, high) - low)
+    return ramps
+
+
+def _solve(columns: _Array, ridge: _Array, table: StepTable) -> _Array:
+    """Non-negative coefficients of the robust relative fit, by iterated reweighting.
+
+    No step is dropped before the fit has settled: the first ones may be far from all steps of a kind.
+    """
+    size = np.abs(columns).max(axis=0)
+    size[size == 0.0] = 1.0
+    scaled, step_s, regimes = columns / size, table.step_s, regimes_of(table.shapes)
+    weights = _repeat_weights(table)
+    predicted_s, trust = step_s, np.ones(len(step_s))
+    coefficients = np.zeros(columns.shape[1])
+    for hopeless in (np.inf, _HOPELESS):
+        for _ in range(_ROUNDS):
+            share = np.sqrt(weights * trust) / predicted_s
+            previous, coefficients = coefficients, _non_negative(scaled * share[:, None], step_s * share, ridge)
+            predicted_s = np.maximum(np.einsum("ij,j->i", scaled, coefficients), 1e-3 * step_s)
+            trust = _trust(np.log(step_s / predicted_s), regimes, hopeless)
+            if np.allclose(coefficients, previous, rtol=1e-4, atol=1e-7):
+                break
+    coefficients = np.where(coefficients < _LEAST_S, 0.0, coefficients)  # of scaled columns: seconds at the most
+    return np.asarray(coefficients / size, np.float64)
+
+
+def _non_negative(matrix: _Array, target: _Array, ridge: _Array) -> _Array:
+    """argmin |matrix x - target|² + ridge over x >= 0, by way of the normal equations' triangular factor.
+
+    Columns of unit length and the ridge keep them well-conditioned.  The sums are einsum's, not those of a threaded
+    BLAS: those depend on the number of threads, and wait for each other where the machine is busy.
+    """
+    from scipy.optimize import nnls
+
+    width = matrix.shape[1]
+    length = np.sqrt(np.einsum("ij,ij->j", matrix, matrix))
+    length[length == 0.0] = 1.0
+    unit = matrix / length
+    factor = np.linalg.cholesky(np.einsum("ij,ik->jk", unit, unit) + np.diag(ridge))
+    solution, _ = nnls(factor.T, np.linalg.solve(factor, np.einsum("ij,i->j", unit, target)), maxiter=100 * width)
+    return np.asarray(solution / length, np.float64)
+
+
+def _trust(residuals: _Array, regimes: NDArray[np.int64], hopeless: float) -> _Array:
+    """Huber's weight of each residual, by the scatter of its own regime; none beyond so many standard deviations."""
+    distance = np.empty(len(residuals))
+    for regime in range(len(REGIMES)):
+        own = regimes == regime
+        if own.any():
+            distance[own] = np.abs(residuals[own]) / _scatter(residuals[own])
+    weights = np.minimum(1.0, _HUBER / np.maximum(distance, 1e-12))
+    return np.where(distance > hopeless, 0.0, weights)
+
+
+def _scatter(residuals: _Array) -> float:
+    """Robust standard deviation around 0."""
+    return max(_MAD_TO_SIGMA * float(np.median(np.abs(residuals))), _LEAST_SIGMA)
+
+
+def _repeat_weights(table: StepTable) -> _Array:
+    ids = table.shape_ids
+    return np.asarray(1.0 / np.sqrt(np.bincount(ids)[ids]), np.float64)
+
+
+def _priced(parameters: FittedParameters, shapes: Any) -> _Array:
+    silent = NoiseBin("decode", 0, 0.0, 0.0, 0.0, 0)
+    return np.asarray(FittedCost(parameters, Evidence(Domain.of(shapes), (silent,))).step_time_s(shapes), np.float64)
+
+
+def _noise(table: StepTable, predicted_s: _Array, outside: NDArray[np.bool_]) -> tuple[NoiseBin, ...]:
+    """Scatter of the held-out steps by regime and, where there are enough, by halves of the batch size.
+
+    Steps that had to be extrapolated make a bin of their own besides.  A bin of too few shapes cannot know its tails:
+    it takes the quantiles of all bins, in units of its own scatter, which is then at least that of all steps.
+    """
+    residuals, ids = table.step_s / predicted_s - 1.0, table.shape_ids
+    regimes, tokens = regimes_of(table.shapes), table.shapes.num_tokens
+    parts = [
+        (regime, part)
+        for number, regime in enumerate(REGIMES)
+        for part in _halves((regimes == number).nonzero()[0], tokens)
+        if len(part)
+    ]
+    if outside.any():
+        parts.append((OUTSIDE, outside.nonzero()[0]))
+    scores = np.concatenate([residuals[part] / _scatter(residuals[part]) for _, part in parts])
+    pooled, least = _conformal(scores), _scatter(residuals)
+    bins = []
+    for regime, part in parts:
+        sigma = _scatter(residuals[part])
+        if len(np.unique(ids[part])) >= _FEWEST_SHAPES_IN_BIN:
+            low, high = _conformal(residuals[part])
+        else:
+            sigma = max(sigma, least)
+            low, high = pooled[0] * sigma, pooled[1] * sigma
+        bins.append(NoiseBin(regime, int(tokens[part].max()), sigma, max(-1.0, low), max(-1.0, high), len(part)))
+    return tuple(bins)
+
+
+def _halves(rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    if len(rows) < 2 * _FEWEST_IN_BIN:
+        return (rows,)
+    small = tokens[rows] <= np.median(tokens[rows])
+    halves = rows[small], rows[~small]
+    return halves if min(map(len, halves)) >= _FEWEST_IN_BIN else (rows,)
+
+
+def _conformal(residuals: _Array) -> tuple[float, float]:
+    """Ends of the interval that holds a new residual with probability COVERAGE, were they exchangeable.
+
+    The k-th smallest and largest of n, k = floor((n + 1) * (1 - COVERAGE) / 2) (split conformal prediction with both
+    tails: Vovk, Gammerman and Shafer 2005); the extremes where n is too small for that.
+    """
+    ordered = np.sort(residuals)
+    place = max(int((len(ordered) + 1) * (1.0 - COVERAGE) / 2.0 + 1e-9) - 1, 0)
+    return float(ordered[place]), float(ordered[len(ordered) - 1 - place])
+
+
+def _covered(cost: FittedCost, table: StepTable, predicted_s: _Array, outside: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which steps lie within the interval around their held-out prediction."""
+    held = np.empty(len(table), bool)
+    for row, shape in enumerate(table.rows()):
+        own = cost.noise_bin(shape, outside=bool(outside[row]))
+        held[row] = own.low <= table.step_s[row] / predicted_s[row] - 1.0 <= own.high
+    return held

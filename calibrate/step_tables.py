@@ -1,0 +1,240 @@
+"""Tables of measured steps: what each step held and how long it took.
+
+Three kinds of columns are understood (CSV, or Parquet by its ending ``.parquet``):
+
+=========  ===========================================================================================================
+kind       columns
+=========  ===========================================================================================================
+shape      the fields of StepShape, and the time as ``step_s``, ``step_ms`` or ``step_ns``; the exact one
+recorded   ``dec, pf, ptok, dctx, pctx, pairs, step_ms``: a scheduler's record, where ``dctx`` leaves out the decodes'
+           own new tokens and ``pairs`` counts them too
+summed     ``sum_prefill_tokens, num_prefill_requests, sum_prefill_kv_tokens, num_decode_requests,
+           sum_decode_kv_tokens, latency_ms`` and perhaps ``var_prefill_length`` (Dynamo's forward-pass metrics)
+=========  ===========================================================================================================
+
+The last two do not say how many requests sampled: every request of the batch counts, as vLLM computes logits for each.
+The last one does not say how tokens and context divide over the chunks; ``_pairs_from_sums`` says what is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windtunnel.sim.engine.plan import StepShape
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_TIMES = {"step_s": 1.0, "step_ms": 1e-3, "step_ns": 1e-9}
+_RECORDED = ("dec", "pf", "ptok", "dctx", "pctx", "pairs", "step_ms")
+_SUMMED = (
+    "sum_prefill_tokens",
+    "num_prefill_requests",
+    "sum_prefill_kv_tokens",
+    "num_decode_requests",
+    "sum_decode_kv_tokens",
+    "latency_ms",
+)
+_MOST_NAMED = 8
+
+
+class StepTableError(ValueError):
+    """The file is no usable table of steps; the message names file, column, row and remedy."""
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Measured steps: a StepShape of int64 arrays and the times in seconds, all of one length.
+
+    Raises StepTableError for arrays of different lengths, no steps, negative counts or a time that is not positive.
+    """
+
+    shapes: Any
+    """A StepShape of arrays."""
+    step_s: NDArray[np.float64]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {len(values) for values in (*self.shapes, self.step_s)}
+        if lengths == {0}:
+            raise StepTableError("the table holds no steps")
+        if len(lengths) > 1:
+            raise StepTableError(f"the columns of a table of steps must be equally long, got {sorted(lengths)}")
+        for name, values in zip(StepShape._fields, self.shapes, strict=True):
+            _refuse_rows(name, values, values < 0, "at least 0")
+        _refuse_rows("the time", self.step_s, ~(np.isfinite(self.step_s) & (self.step_s > 0)), "above 0 and finite")
+        _refuse_rows("num_tokens", self.shapes.num_tokens, self.shapes.num_tokens == 0, "at least 1")
+
+    def __len__(self) -> int:
+        return len(self.step_s)
+
+    @property
+    def shape_ids(self) -> NDArray[np.int64]:
+        """A number for each step, the same for steps of the same shape: 0, 1, … in the order of the shapes."""
+        rows = np.stack(self.shapes, axis=1)
+        return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+    def rows(self) -> Iterator[StepShape]:
+        """The steps' shapes one by one, of Python's integers."""
+        return (StepShape(*values) for values in zip(*(column.tolist() for column in self.shapes), strict=True))
+
+    def take(self, rows: NDArray[Any]) -> StepTable:
+        """Those rows (numbers or a mask), as a table of their own."""
+        return StepTable(_shape(*(values[rows] for values in self.shapes)), self.step_s[rows], self.provenance)
+
+
+def read_step_table(path: str | Path, *, where: Mapping[str, str] | None = None) -> StepTable:
+    """The steps of a file, those whose column ``where`` names holds that text (``{"tp": "4"}``).
+
+    Raises StepTableError for a file that cannot be read as a table of steps, lacks columns, holds several runs
+    (column ``run``) without a choice, or a bad row; OSError if it cannot be opened.
+    """
+    path = Path(path)
+    frame = _chosen(path, _frame(path), where or {})
+    columns = set(frame.columns)
+    try:
+        shapes, step_s = _dialect(path, columns)(frame)
+        return StepTable(shapes, step_s, {"source": path.name, **({"where": dict(where)} if where else {})})
+    except StepTableError as error:
+        raise StepTableError(f"{path}: {error}") from None
+
+
+def _frame(path: Path) -> pd.DataFrame:
+    import pandas as pd
+
+    with path.open("rb"):
+        pass  # whatever is wrong from here on is wrong with the content
+    try:
+        return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
+    except (OSError, ValueError) as error:  # pandas' and pyarrow's own are kinds of them
+        kind = "Parquet" if path.suffix == ".parquet" else "CSV"
+        raise StepTableError(f"{path}: not a {kind} file ({str(error).splitlines()[0]})") from error
+
+
+def _chosen(path: Path, frame: pd.DataFrame, where: Mapping[str, str]) -> pd.DataFrame:
+    for column, text in where.items():
+        if column not in frame.columns:
+            raise StepTableError(f"{path}: no column {column!r} to choose by; columns: {', '.join(frame.columns)}")
+        kept = frame[frame[column].astype(str) == text]
+        if kept.empty:
+            values = _named(sorted(frame[column].astype(str).unique()))
+            raise StepTableError(f"{path}: no row has {column} = {text!r}; there are {values}")
+        frame = kept
+    if "run" in frame.columns and "run" not in where and frame["run"].nunique() > 1:
+        values = _named(sorted(frame["run"].astype(str).unique()))
+        raise StepTableError(f"{path}: several runs, which must not be mixed; choose one (--where run=NAME): {values}")
+    return frame
+
+
+def _named(values: Sequence[str]) -> str:
+    more = f" and {len(values) - _MOST_NAMED} more" if len(values) > _MOST_NAMED else ""
+    return ", ".join(values[:_MOST_NAMED]) + more
+
+
+_Steps = tuple[Any, NDArray[np.float64]]
+
+
+def _shape(*columns: Any, **named: Any) -> Any:
+    return StepShape(*columns, **named)
+
+
+def _dialect(path: Path, columns: set[str]) -> Callable[[pd.DataFrame], _Steps]:
+    if columns.issuperset(StepShape._fields) and columns.intersection(_TIMES):
+        return _from_shapes
+    if columns.issuperset(_RECORDED):
+        return _from_record
+    if columns.issuperset(_SUMMED):
+        return _from_sums
+    lacking = {
+        name: [column for column in wanted if column not in columns]
+        for name, wanted in (("shape", (*StepShape._fields, "step_s")), ("recorded", _RECORDED), ("summed", _SUMMED))
+    }
+    nearest = min(lacking, key=lambda name: len(lacking[name]))
+    raise StepTableError(
+        f"{path}: no table of steps; of the columns of kind {nearest!r} it lacks {', '.join(lacking[nearest])} "
+        f"(has {', '.join(sorted(columns)) or 'none'}); see docs/calibration.md"
+    )
+
+
+def _from_shapes(frame: pd.DataFrame) -> _Steps:
+    name = next(column for column in _TIMES if column in frame.columns)
+    return _shape(*(_whole(frame, column) for column in StepShape._fields)), _floats(frame, name) * _TIMES[name]
+
+
+def _from_record(frame: pd.DataFrame) -> _Steps:
+    decodes, prefills, context = _whole(frame, "dec"), _whole(frame, "pf"), _whole(frame, "dctx") + _whole(frame, "dec")
+    shape = _shape(
+        num_decode_seqs=decodes,
+        decode_context_tokens=context,
+        num_prefill_seqs=prefills,
+        prefill_tokens=_whole(frame, "ptok"),
+        prefill_context_tokens=_whole(frame, "pctx"),
+        prefill_pairs=_whole(frame, "pairs") - context,
+        num_sampled=decodes + prefills,
+    )
+    kept = shape.num_tokens > 0
+    return _shape(*(values[kept] for values in shape)), _floats(frame, "step_ms")[kept] * 1e-3
+
+
+def _from_sums(frame: pd.DataFrame) -> _Steps:
+    decodes, prefills = _whole(frame, "num_decode_requests"), _whole(frame, "num_prefill_requests")
+    tokens, context = _whole(frame, "sum_prefill_tokens"), _whole(frame, "sum_prefill_kv_tokens")
+    variance = _floats(frame, "var_prefill_length") if "var_prefill_length" in frame.columns else np.zeros(len(frame))
+    shape = _shape(
+        num_decode_seqs=decodes,
+        decode_context_tokens=_whole(frame, "sum_decode_kv_tokens"),
+        num_prefill_seqs=prefills,
+        prefill_tokens=tokens,
+        prefill_context_tokens=context,
+        prefill_pairs=_pairs_from_sums(prefills, tokens, context, variance),
+        num_sampled=decodes + prefills,
+    )
+    return shape, _floats(frame, "latency_ms") * 1e-3
+
+
+def _pairs_from_sums(
+    prefills: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    context: NDArray[np.int64],
+    variance: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    """Query-key pairs of chunks of which only sums are known.
+
+    A chunk that takes its prompt from c to t computed tokens has t(t+1)/2 - c(c+1)/2 pairs.  The sum of t is known
+    (new and cached tokens), that of t² follows from the variance of the lengths, and the context is taken to be of
+    one chunk, as where vLLM goes on with a prompt that the last step's budget cut.  Exact for one chunk; the bounds
+    are those of any division: all tokens in one chunk behind all the context, or equal chunks behind none.
+    """
+    count = np.maximum(prefills, 1)
+    mean = (tokens + context) / count
+    squares = count * (mean * mean + np.where(prefills > 1, variance, 0.0))
+    pairs = (squares + tokens + context - context * (context + 1.0)) / 2
+    least = tokens * (tokens / count + 1) / 2
+    most = tokens * (context + (tokens + 1) / 2)
+    return np.rint(np.clip(pairs, least, most)).astype(np.int64)
+
+
+def _whole(frame: pd.DataFrame, column: str) -> NDArray[np.int64]:
+    values = _floats(frame, column)
+    _refuse_rows(column, values, ~(np.isfinite(values) & (values == np.rint(values))), "a whole number")
+    return values.astype(np.int64)
+
+
+def _floats(frame: pd.DataFrame, column: str) -> NDArray[np.float64]:
+    import pandas as pd
+
+    values = pd.to_numeric(frame[column], errors="coerce").to_numpy(np.float64)
+    _refuse_rows(column, frame[column].to_numpy(), np.isnan(values), "a number")
+    return values
+
+
+def _refuse_rows(name: str, values: NDArray[Any], bad: NDArray[np.bool_], allowed: str) -> None:
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise StepTableError(f"row {row + 1}: {name} must be {allowed}, got {values[row]}")

@@ -1,0 +1,124 @@
+"""``windtunnel fit``: turn measured steps into a profile that prices steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from windtunnel.cli.output import emit, note
+
+if TYPE_CHECKING:
+    from windtunnel.sim.cost.fitted import FittedCost
+
+
+def fit(
+    table: Annotated[
+        Path, typer.Argument(metavar="TABLE", help="Measured steps, as Parquet or CSV.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the profile.")] = Path(
+        "profile.json"
+    ),
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--where", metavar="COLUMN=TEXT", help="Only rows whose column holds that text.", show_default=False
+        ),
+    ] = None,
+    provenance: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--provenance",
+            metavar="KEY=TEXT",
+            help="What the profile is to say of its origin: gpu, driver, vllm, model, dtype, tp, date.",
+            show_default=False,
+        ),
+    ] = None,
+    max_graph_tokens: Annotated[
+        int,
+        typer.Option("--max-graph-tokens", metavar="N", min=0, help="Largest CUDA graph; 0: none (enforce eager)."),
+    ] = 512,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Divides the shapes into parts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks.")] = False,
+) -> None:
+    """Fit a cost model to measured steps and write it as a profile, with its error on shapes left out of the fit.
+
+    \b
+    Examples:
+      windtunnel fit steps.parquet -o h100-llama-8b.json --provenance gpu=H100 --provenance model=llama-3.1-8b
+      windtunnel fit sweep.csv --where tp=4 --json
+      windtunnel simulate chat-8b-h100 --cost profile:path=h100-llama-8b.json
+    """
+    from windtunnel.calibrate.fit import StepTimeFit
+    from windtunnel.calibrate.step_tables import read_step_table
+    from windtunnel.rundir import check_can_write_file, to_json
+    from windtunnel.sim.cost.profile import save_profile
+
+    chosen, stated = _pairs("--where", where), _pairs("--provenance", provenance)
+    check_can_write_file(output)
+    steps = read_step_table(table, where=chosen)
+    progress, close = _progress(quiet)
+    try:
+        cost = StepTimeFit(max_graph_tokens=max_graph_tokens, seed=seed).fit(
+            steps, provenance=stated, progress=progress
+        )
+    finally:
+        close()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_profile(cost, output)
+    emit(to_json({"profile": str(output), **cost.describe()}) if as_json else _text(cost))
+    if not quiet:
+        note(f"wrote {output}")
+
+
+def _pairs(flag: str, given: list[str] | None) -> dict[str, str]:
+    pairs = {}
+    for text in given or []:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"{text!r} is not KEY=TEXT", param_hint=flag)
+        if key in pairs:
+            raise typer.BadParameter(f"{key} is given twice", param_hint=flag)
+        pairs[key] = value
+    return pairs
+
+
+def _progress(quiet: bool) -> tuple[Callable[[int, int], None] | None, Callable[[], None]]:
+    """Says on stderr how many forms were tried; nothing where nobody is watching."""
+    if quiet or not sys.stderr.isatty():
+        return None, lambda: None
+
+    def show(done: int, most: int) -> None:
+        sys.stderr.write(f"\rfitting: {done} of at most {most} forms tried")
+        sys.stderr.flush()
+
+    def close() -> None:
+        sys.stderr.write("\r" + " " * 50 + "\r")
+        sys.stderr.flush()
+
+    return show, close
+
+
+def _text(cost: FittedCost) -> str:
+    from windtunnel.calibrate.errors import error_table
+
+    parameters = cost.parameters
+    terms = [
+        f"a step {1e3 * parameters.base_s:.3f} ms",
+        f"tokens up to {1e3 * parameters.tokens.seconds[-1]:.3f} ms at {parameters.tokens.knots[-1]:,}",
+        f"decode context up to {1e3 * parameters.decode_context.seconds[-1]:.3f} ms at "
+        f"{parameters.decode_context.knots[-1]:,}",
+        f"a million query-key pairs {1e9 * parameters.pair_s:.3f} ms",
+    ]
+    origin = cost.evidence.provenance
+    return "\n".join(
+        [
+            f"{origin['num_steps']:,} steps of {origin['num_shapes']:,} shapes: {'; '.join(terms)}",
+            "",
+            error_table(cost.evidence.errors),
+        ]
+    )
