@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from windtunnel.executor.vllm_plugin.section import Section
 from windtunnel.sim.cost.constant import AffineCost, ConstantCost
 from windtunnel.sim.cost.profile import load_profile
 from windtunnel.sim.cost.roofline import RooflineCost, RooflineFactors
@@ -14,7 +15,7 @@ from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu
 from windtunnel.sim.deployment.model_spec import ModelSpec
 from windtunnel.sim.engine.protocols import CostModel
 
-SECTION = "windtunnel"
+SECTION = Section("windtunnel")
 PACES = ("wall", "virtual")
 COST_KINDS = ("roofline", "constant", "affine", "profile")
 _KEYS_OF_COST = {
@@ -51,17 +52,21 @@ class SimOptions:
     """File to which a line of JSON is written for each step."""
 
     def __post_init__(self) -> None:
-        _check("cost", self.cost, isinstance(self.cost, Mapping), 'an object such as {"kind": "constant", ...}')
+        SECTION.check("cost", self.cost, isinstance(self.cost, Mapping), 'an object such as {"kind": "constant", ...}')
         for key in ("gpu", "model", "step_log"):
             value = getattr(self, key)
-            _check(key, value, value is None or (isinstance(value, str) and value != ""), "a string")
-        _check("num_gpu_blocks", self.num_gpu_blocks, _is_whole(self.num_gpu_blocks, 2), "a whole number of at least 2")
-        _check("pace", self.pace, self.pace in PACES, f"one of {', '.join(PACES)}")
-        _check("speed", self.speed, _is_number(self.speed) and self.speed > 0, "a finite number above 0")
+            SECTION.check(key, value, value is None or (isinstance(value, str) and value != ""), "a string")
+        SECTION.check(
+            "num_gpu_blocks", self.num_gpu_blocks, _is_whole(self.num_gpu_blocks, 2), "a whole number of at least 2"
+        )
+        SECTION.check("pace", self.pace, self.pace in PACES, f"one of {', '.join(PACES)}")
+        SECTION.check("speed", self.speed, _is_number(self.speed) and self.speed > 0, "a finite number above 0")
         if self.pace == "virtual" and self.speed != 1.0:
-            raise ValueError(f"{_named('speed')} has no effect in virtual time, got {self.speed!r}: leave it out")
+            raise ValueError(
+                f"{SECTION.named('speed')} has no effect in virtual time, got {self.speed!r}: leave it out"
+            )
         value = self.async_scheduling
-        _check("async_scheduling", value, value is None or isinstance(value, bool), "true or false")
+        SECTION.check("async_scheduling", value, value is None or isinstance(value, bool), "true or false")
         _check_cost(self.cost)
 
     @classmethod
@@ -70,16 +75,7 @@ class SimOptions:
 
         Raises ValueError for an unknown key.
         """
-        given = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else {}
-        if not isinstance(given, Mapping):
-            raise ValueError(f"additional_config.{SECTION} must be an object, got {given!r}")
-        known = [item.name for item in fields(cls)]
-        unknown = [key for key in given if key not in known]
-        if unknown:
-            raise ValueError(
-                f"additional_config.{SECTION} has unknown {', '.join(unknown)}: allowed are {', '.join(known)}"
-            )
-        return cls(**given)
+        return cls(**SECTION.read(additional_config, [item.name for item in fields(cls)]))
 
     @property
     def needs_model(self) -> bool:
@@ -89,11 +85,13 @@ class SimOptions:
     def gpu_spec(self, needed_for: str) -> GpuSpec:
         """The card.  Raises ValueError, saying what it is needed for, if none or an unknown one is named."""
         if self.gpu is None:
-            raise ValueError(f'{_named("gpu")} is missing, {needed_for} needs it: add "gpu": "H100" (or another card)')
+            raise ValueError(
+                f'{SECTION.named("gpu")} is missing, {needed_for} needs it: add "gpu": "H100" (or another card)'
+            )
         try:
             return load_gpu(self.gpu)
         except ValueError as error:
-            raise ValueError(f"{_named('gpu')}: {error}") from error
+            raise ValueError(f"{SECTION.named('gpu')}: {error}") from error
 
     def make_cost(self, model: ModelSpec | None, tensor_parallel_size: int, kv_cache_dtype: str) -> CostModel:
         """The cost model; ``model`` may be None unless ``needs_model``."""
@@ -109,35 +107,28 @@ class SimOptions:
             assert model is not None, "the caller gives a model if needs_model"
             factors = RooflineFactors(**parameters)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{_named('cost')}: {error}") from error
+            raise ValueError(f"{SECTION.named('cost')}: {error}") from error
         gpu = self.gpu_spec("the roofline")
         return RooflineCost(model, gpu, tensor_parallel_size, kv_cache_dtype=kv_cache_dtype, factors=factors)
 
 
 def _check_cost(cost: Mapping[str, Any]) -> None:
     kind = cost.get("kind", "roofline")
-    _check("cost.kind", kind, kind in COST_KINDS, f"one of {', '.join(COST_KINDS)}")
+    SECTION.check("cost.kind", kind, kind in COST_KINDS, f"one of {', '.join(COST_KINDS)}")
     allowed = _KEYS_OF_COST[kind]
     unknown = [key for key in cost if key not in (*allowed, "kind")]
     if unknown:
-        raise ValueError(f"{_named('cost')} has unknown {', '.join(unknown)}: {kind} allows {', '.join(allowed)}")
+        raise ValueError(
+            f"{SECTION.named('cost')} has unknown {', '.join(unknown)}: {kind} allows {', '.join(allowed)}"
+        )
     missing = [key for key in _NEEDED_OF_COST[kind] if key not in cost]
     if missing:
-        raise ValueError(f"{_named('cost')} lacks {', '.join(missing)}, which {kind} needs")
+        raise ValueError(f"{SECTION.named('cost')} lacks {', '.join(missing)}, which {kind} needs")
     for key, value in cost.items():
         if key == "path":
-            _check("cost.path", value, isinstance(value, str), "a path")
+            SECTION.check("cost.path", value, isinstance(value, str), "a path")
         elif key != "kind":
-            _check(f"cost.{key}", value, _is_number(value), "a finite number")
-
-
-def _check(key: str, value: object, is_right: bool, allowed: str) -> None:
-    if not is_right:
-        raise ValueError(f"{_named(key)} must be {allowed}, got {value!r}")
-
-
-def _named(key: str) -> str:
-    return f"additional_config.{SECTION}.{key}"
+            SECTION.check(f"cost.{key}", value, _is_number(value), "a finite number")
 
 
 def _is_number(value: object) -> bool:

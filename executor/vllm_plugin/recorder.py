@@ -31,10 +31,11 @@ from windtunnel.executor.vllm_plugin.recording import (
     clocks,
     num_drafts,
 )
+from windtunnel.executor.vllm_plugin.section import Section
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's own, which has the handlers
 
-SECTION = "windtunnel_recorder"
+SECTION = Section("windtunnel_recorder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,10 @@ class RecorderOptions:
     """The scheduler that decides, as ``module.Class``; None is the one vLLM would take by itself."""
 
     def __post_init__(self) -> None:
-        _check("directory", self.directory, _is_text(self.directory), "a path")
-        _check("flush_steps", self.flush_steps, _is_count(self.flush_steps), "a whole number of at least 1")
+        SECTION.check("directory", self.directory, _is_text(self.directory), "a path")
+        SECTION.check("flush_steps", self.flush_steps, _is_count(self.flush_steps), "a whole number of at least 1")
         is_path = self.scheduler is None or (_is_text(self.scheduler) and "." in self.scheduler.strip("."))
-        _check("scheduler", self.scheduler, is_path, "a class as module.Class, or left out for vLLM's own")
+        SECTION.check("scheduler", self.scheduler, is_path, "a class as module.Class, or left out for vLLM's own")
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> RecorderOptions:
@@ -63,16 +64,7 @@ class RecorderOptions:
 
         Raises ValueError for an unknown key.
         """
-        given = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else {}
-        if not isinstance(given, Mapping):
-            raise ValueError(f"additional_config.{SECTION} must be an object, got {given!r}")
-        known = [item.name for item in fields(cls)]
-        unknown = [key for key in given if key not in known]
-        if unknown:
-            raise ValueError(
-                f"additional_config.{SECTION} has unknown {', '.join(unknown)}: allowed are {', '.join(known)}"
-            )
-        return cls(**given)
+        return cls(**SECTION.read(additional_config, [item.name for item in fields(cls)]))
 
 
 class _Decided(NamedTuple):
@@ -188,13 +180,13 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
     try:
         chosen: Any = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{_named('scheduler')} {options.scheduler!r} cannot be imported: {error}") from error
+        raise ValueError(f"{SECTION.named('scheduler')} {options.scheduler!r} cannot be imported: {error}") from error
     is_scheduler = isinstance(chosen, type) and hasattr(chosen, "schedule") and hasattr(chosen, "update_from_output")
-    _check("scheduler", options.scheduler, is_scheduler, "a scheduler class of vLLM's interface")
+    SECTION.check("scheduler", options.scheduler, is_scheduler, "a scheduler class of vLLM's interface")
     kind: type[Any] = chosen
     if issubclass(kind, RecordingScheduler):
         raise ValueError(
-            f"{_named('scheduler')} {options.scheduler!r} is the recorder itself: name the one that decides"
+            f"{SECTION.named('scheduler')} {options.scheduler!r} is the recorder itself: name the one that decides"
         )
     return kind
 
@@ -334,15 +326,6 @@ def _processor() -> str:
 
 
 # ------------------------------------------------------------------ checks
-
-
-def _check(key: str, value: object, is_right: bool, allowed: str) -> None:
-    if not is_right:
-        raise ValueError(f"{_named(key)} must be {allowed}, got {value!r}")
-
-
-def _named(key: str) -> str:
-    return f"additional_config.{SECTION}.{key}"
 
 
 def _is_count(value: object) -> bool:
