@@ -18,7 +18,7 @@ The last one does not say how tokens and context divide over the chunks; ``_pair
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from windtunnel.calibrate.measurements import read_provenance
+from windtunnel.calibrate.origins import gpu_name, merged, model_name
+from windtunnel.calibrate.recorded_steps import RecordedSteps, read_recorded_steps
 from windtunnel.sim.engine.plan import StepShape
 
 if TYPE_CHECKING:
@@ -42,6 +45,13 @@ _SUMMED = (
     "latency_ms",
 )
 _MOST_NAMED = 8
+_HEADER_KEYS = (
+    *("date", "vllm", "torch", "python", "windtunnel", "device", "num_cpus", "architectures", "dtype", "quantization"),
+    *("kv_cache_dtype", "block_size", "enforce_eager", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"),
+    *("async_scheduling", "speculative_method", "num_speculative_tokens", "cudagraph_mode", "cudagraph_capture_sizes"),
+)
+"""Of a recording's header, what a profile keeps."""
 
 
 class StepTableError(ValueError):
@@ -92,17 +102,137 @@ class StepTable:
 def read_step_table(path: str | Path, *, where: Mapping[str, str] | None = None) -> StepTable:
     """The steps of a file, those whose column ``where`` names holds that text (``{"tp": "4"}``).
 
+    Of a table of ``windtunnel measure`` the provenance is read, too; its samples of the reference step, which is
+    measured far more often than any other, are left out, and its outliers stay: a fit is robust against them, and the
+    noise that it states should know them.
+
     Raises StepTableError for a file that cannot be read as a table of steps, lacks columns, holds several runs
     (column ``run``) without a choice, or a bad row; OSError if it cannot be opened.
     """
     path = Path(path)
-    frame = _chosen(path, _frame(path), where or {})
+    frame = _chosen(path, _without_reference(_frame(path)), where or {})
     columns = set(frame.columns)
     try:
         shapes, step_s = _dialect(path, columns)(frame)
-        return StepTable(shapes, step_s, {"source": path.name, **({"where": dict(where)} if where else {})})
+        return StepTable(shapes, step_s, {**_origin(path), **({"where": dict(where)} if where else {})})
     except StepTableError as error:
         raise StepTableError(f"{path}: {error}") from None
+
+
+def read_steps(
+    paths: Iterable[str | Path], *, where: Mapping[str, str] | None = None, include_host: bool = True
+) -> StepTable:
+    """The steps of several tables (``read_step_table``) and recordings (``recorded_step_table``) of one deployment.
+
+    ``where`` chooses rows of the tables, ``include_host`` is for the recordings.  Raises StepTableError if they are of
+    different deployments by their provenance, and as for each of them.
+    """
+    named = [Path(path) for path in paths]
+    tables = [
+        recorded_step_table([path], include_host=include_host)
+        if is_recording(path)
+        else read_step_table(path, where=where)
+        for path in named
+    ]
+    if not tables:
+        raise StepTableError("no tables were given: name at least one")
+    if len(tables) == 1:
+        return tables[0]
+    try:
+        origin = merged((str(path), table.provenance) for path, table in zip(named, tables, strict=True))
+    except ValueError as error:
+        raise StepTableError(str(error)) from None
+    shapes = _shape(*(np.concatenate(columns) for columns in zip(*(table.shapes for table in tables), strict=True)))
+    return StepTable(shapes, np.concatenate([table.step_s for table in tables]), origin)
+
+
+def is_recording(path: Path) -> bool:
+    """Whether that is a recording of a real engine rather than a table: a live run's folder, or a recorder's file."""
+    return path.is_dir() or path.name.endswith((".jsonl", ".jsonl.gz"))
+
+
+def _without_reference(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[~frame["is_reference"].astype(bool)] if "is_reference" in frame.columns else frame
+
+
+def _origin(path: Path) -> dict[str, Any]:
+    told = read_provenance(path) if path.suffix == ".parquet" else None
+    return {"source": path.name} if told is None else {**told, "tables": [path.name]}
+
+
+def recorded_step_table(paths: Iterable[str | Path], *, include_host: bool) -> StepTable:
+    """The steps of recordings of a real engine (see ``recorded_steps``), one after the other.
+
+    With ``include_host`` a step lasts as long as it keeps the engine busy: the scheduler's own time before and after it
+    (``schedule_s``, ``update_s``) and the loop's way from one step to the next count, too.  The loop's is the median
+    ``gap_s`` of steps with a decode, which had no need to wait for a request, less what the recorder itself took in it.
+    Steps that overlap the one before (asynchronous scheduling) hide all that and are taken as they are.  Without
+    ``include_host`` a step is the executor's time alone.
+
+    Raises StepTableError for recordings without steps or of different deployments; otherwise as
+    ``read_recorded_steps`` does.
+    """
+    recordings = [_recording(path) for path in paths]
+    if not recordings:
+        raise StepTableError("no recordings were given: name at least one")
+    host = [_host_s(recording) if include_host else np.zeros(recording.num_steps) for recording in recordings]
+    step_s = np.concatenate([steps.columns["step_s"] for steps in recordings]) + np.concatenate(host)
+    shapes = _shape(*(np.concatenate([steps.columns[name] for steps in recordings]) for name in StepShape._fields))
+    try:
+        origin = merged((str(steps.path), _recorded_origin(steps, include_host)) for steps in recordings)
+        return StepTable(shapes, step_s, {**origin, "tables": [_shown(steps.path) for steps in recordings]})
+    except ValueError as error:
+        raise StepTableError(str(error)) from None
+
+
+def _recording(path: str | Path) -> RecordedSteps:
+    try:
+        return read_recorded_steps(path)
+    except ValueError as error:
+        raise StepTableError(str(error)) from None
+
+
+def _host_s(recording: RecordedSteps) -> NDArray[np.float64]:
+    columns = recording.columns
+    overlaps = np.isnan(columns["gap_s"])
+    overlaps[:1] = False
+    host_s: NDArray[np.float64] = columns["schedule_s"] + columns["update_s"] + loop_gap_s(recording)
+    return np.where(overlaps, 0.0, host_s)
+
+
+def loop_gap_s(recording: RecordedSteps) -> float:
+    """Median seconds from the end of a step's bookkeeping to the next decision where the engine had no need to wait.
+
+    Those are the gaps before steps with a decode: its request was there already.  What the recorder took in them is
+    left out where it is known.  0 for a recording without any.
+    """
+    columns = recording.columns
+    gap_s = columns["gap_s"] - np.nan_to_num(columns["recorder_s"])
+    busy = (columns["num_decode_seqs"] > 0) & np.isfinite(columns["gap_s"])
+    return float(np.median(np.maximum(gap_s[busy], 0.0))) if busy.any() else 0.0
+
+
+def _recorded_origin(recording: RecordedSteps, include_host: bool) -> dict[str, Any]:
+    """What the recording says of itself, in the words of all provenances."""
+    header = recording.header
+    told = {key: header.get(key) for key in _HEADER_KEYS if header.get(key) is not None}
+    release = header.get("vllm")
+    with_host = " with the scheduler's and the loop's time" if include_host else ", the executor's time alone"
+    return {
+        **told,
+        "source": "recorded",
+        "statement": f"steps of a real vLLM, recorded while it served{with_host}",
+        "engine": "vLLM" if release is None else f"vLLM {release}",
+        "model": model_name(header.get("model")),
+        "gpu": gpu_name(header.get("device")),
+        "clock": "wall",
+        "includes_host": include_host,
+    }
+
+
+def _shown(path: Path) -> str:
+    """A recording's name without the folders of the machine that it was read on; of a live run with its server's."""
+    return f"{path.parent.name}/{path.name}" if path.is_dir() else path.name
 
 
 def _frame(path: Path) -> pd.DataFrame:

@@ -120,8 +120,9 @@ class ModelExecutors:
         kv_cache_dtype: str = "auto",
         seed: int = 0,
         num_threads: int | None = None,
+        clock: str = "wall",
     ) -> None:
-        """``num_threads`` is torch's on a CPU, all by default."""
+        """``num_threads`` is torch's on a CPU, all by default; ``clock`` times steps there, see ``TorchExecutor``."""
         self._model = model
         self._folder = folder
         self._config = config
@@ -129,6 +130,7 @@ class ModelExecutors:
         self._kv_cache_dtype = kv_cache_dtype
         self._seed = seed
         self._num_threads = num_threads
+        self._clock = clock
 
     def why_not(self, kind: str) -> str | None:
         """What "torch" or "triton" lacks here and what to do; None if it can be made now."""
@@ -164,7 +166,7 @@ class ModelExecutors:
         decoder = Decoder(self._model, weights, _ops(kind), max_model_len=config.max_model_len)
         cache = PagedKvCache(self._model, config.num_gpu_blocks, config.block_size, dtype=cache_dtype, device=device)
         num_threads = torch.get_num_threads() if self._num_threads is None else self._num_threads
-        executor = _executor(kind, decoder, cache, num_threads, config.max_num_seqs)
+        executor = _executor(kind, decoder, cache, config.max_num_seqs, num_threads=num_threads, clock=self._clock)
         executor.check_config(config)
         made: Executor = executor
         return made
@@ -187,11 +189,11 @@ def _ops(kind: str) -> Any:
     return TritonOps()
 
 
-def _executor(kind: str, decoder: Any, cache: Any, num_threads: int, max_num_seqs: int) -> Any:
+def _executor(kind: str, decoder: Any, cache: Any, max_num_seqs: int, *, num_threads: int, clock: str) -> Any:
     if kind == "torch":
         from windtunnel.executor.torch_executor import TorchExecutor
 
-        return TorchExecutor(decoder, cache, num_threads=num_threads)
+        return TorchExecutor(decoder, cache, num_threads=num_threads, clock=clock)
     from windtunnel.executor.triton_executor import TritonExecutor
 
     return TritonExecutor(decoder, cache, max_num_seqs=max_num_seqs)

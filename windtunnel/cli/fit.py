@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windtunnel.cli.output import emit, note
+from windtunnel.cli.output import emit, note, warn
 
 if TYPE_CHECKING:
     from windtunnel.sim.cost.fitted import FittedCost
 
 
 def fit(
-    table: Annotated[
-        Path, typer.Argument(metavar="TABLE", help="Measured steps, as Parquet or CSV.", show_default=False)
+    tables: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TABLE...",
+            help="Measured steps: Parquet, CSV, a recording of a real vLLM (.jsonl, .jsonl.gz) or a live run's folder.",
+            show_default=False,
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the profile.")] = Path(
         "profile.json"
@@ -28,19 +33,34 @@ def fit(
             "--where", metavar="COLUMN=TEXT", help="Only rows whose column holds that text.", show_default=False
         ),
     ] = None,
+    include_host: Annotated[
+        bool | None,
+        typer.Option(
+            "--include-host/--no-include-host",
+            help="Recordings: count the scheduler's and the engine loop's own time as part of each step.",
+            show_default="include",
+        ),
+    ] = None,
     provenance: Annotated[
         list[str] | None,
         typer.Option(
             "--provenance",
             metavar="KEY=TEXT",
-            help="What the profile is to say of its origin: gpu, driver, vllm, model, dtype, tp, date.",
+            help="What the profile is to say of its origin, besides or instead of what the tables say: gpu, model, "
+            "dtype, tensor_parallel_size, engine, date.",
             show_default=False,
         ),
     ] = None,
     max_graph_tokens: Annotated[
-        int,
-        typer.Option("--max-graph-tokens", metavar="N", min=0, help="Largest CUDA graph; 0: none (enforce eager)."),
-    ] = 512,
+        int | None,
+        typer.Option(
+            "--max-graph-tokens",
+            metavar="N",
+            min=0,
+            help="Largest CUDA graph; 0: none (enforce eager).",
+            show_default="what the tables say, else 512",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Divides the shapes into parts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks.")] = False,
@@ -51,21 +71,27 @@ def fit(
     Examples:
       windtunnel fit steps.parquet -o h100-llama-8b.json --provenance gpu=H100 --provenance model=llama-3.1-8b
       windtunnel fit sweep.csv --where tp=4 --json
+      windtunnel fit recorded_steps/steps-*.jsonl -o vllm.json --provenance gpu=H100
       windtunnel simulate chat-8b-h100 --cost profile:path=h100-llama-8b.json
     """
     from windtunnel.calibrate.fit import StepTimeFit
-    from windtunnel.calibrate.step_tables import read_step_table
+    from windtunnel.calibrate.origins import max_graph_tokens as graph_tokens_of
+    from windtunnel.calibrate.step_tables import is_recording, read_steps
     from windtunnel.rundir import check_can_write_file, to_json
     from windtunnel.sim.cost.profile import save_profile
 
     chosen, stated = _pairs("--where", where), _pairs("--provenance", provenance)
     check_can_write_file(output)
-    steps = read_step_table(table, where=chosen)
+    has_recordings = any(map(is_recording, tables))
+    if chosen and all(map(is_recording, tables)):
+        raise typer.BadParameter("recordings have no columns to choose by: leave it out", param_hint="--where")
+    if include_host is not None and not has_recordings and not quiet:
+        warn(f"--{'' if include_host else 'no-'}include-host has no effect: it is for recordings, and these are tables")
+    steps = read_steps(tables, where=chosen, include_host=include_host is not False)
+    largest = graph_tokens_of({**steps.provenance, **stated}) if max_graph_tokens is None else max_graph_tokens
     progress, close = _progress(quiet)
     try:
-        cost = StepTimeFit(max_graph_tokens=max_graph_tokens, seed=seed).fit(
-            steps, provenance=stated, progress=progress
-        )
+        cost = StepTimeFit(max_graph_tokens=largest, seed=seed).fit(steps, provenance=stated, progress=progress)
     finally:
         close()
     output.parent.mkdir(parents=True, exist_ok=True)
