@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from windtunnel.calibrate.step_tables import StepTable
 
 
-def folds_by_shape(table: StepTable, num_folds: int, seed: int) -> Iterator[NDArray[np.bool_]]:
+def folds_by_shape(table: StepTable, num_folds: int, seed: int, division: int = 0) -> Iterator[NDArray[np.bool_]]:
     """For each of ``num_folds`` parts of the shapes, divided at random, the mask of its steps.
 
-    Raises ValueError for fewer shapes than parts, or fewer than two parts.
+    Each ``division`` of a seed is another one.  Raises ValueError for fewer shapes than parts, or fewer than two parts.
     """
     ids = table.shape_ids
     num_shapes = int(ids.max()) + 1
     if not 2 <= num_folds <= num_shapes:
         raise ValueError(f"the number of parts must be between 2 and the {num_shapes} shapes, got {num_folds}")
-    order = _generator(seed, 0).permutation(num_shapes)
+    order = _generator(seed, division + 1 if division else 0).permutation(num_shapes)  # 1 is split_by_shape's
     part_of_shape = np.empty(num_shapes, np.int64)
     part_of_shape[order] = np.arange(num_shapes) % num_folds
     part = part_of_shape[ids]

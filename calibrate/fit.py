@@ -3,13 +3,15 @@
 The parameters are those of a robust, relative, non-negative least-squares fit: each residual is a share of the
 predicted time, residuals beyond 1.345 robust standard deviations count linearly (Huber 1964), beyond ten not at all,
 and a shape that was repeated n times weighs as sqrt(n) steps.  How finely the curves bend, whether batches are padded
-to CUDA graphs and whether mixed steps cost extra is chosen by cross-validation over shapes.
+to CUDA graphs and whether mixed steps cost extra is chosen by cross-validation over shapes, for several random
+divisions of them; the model is the mean of the fits chosen so (a mean of non-negative sums is one too), which depends
+less on which shapes happened to be measured than any of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -39,10 +41,14 @@ _LEAST_S = 1e-9
 _ROUNDS = 15
 _RIDGE = 1e-4
 """Holds terms apart that the table cannot tell apart; in units of the scaled columns."""
+_BASE_RIDGE = 1e-6
+"""The same of the constant: what data leave open between it and the curves is paid by every step."""
 _STEP_RIDGE = 1e-2
 """The same of what is paid once (chunks, mixed, no graph): where data are silent, time grows with tokens instead."""
 _PAID_ONCE = ("prefill_s", "mixed_s", "eager_s", "prefill_seq_s", "mixed_seq_s")
 _FOLDS = 5
+_DIVISIONS = 3
+"""Random divisions of the shapes into folds, each of which chooses a form of its own."""
 _GAIN = 0.02
 """Share by which a finer form must lower the cross-validated error to be chosen."""
 _CAPPED_ERROR = 0.15
@@ -107,11 +113,11 @@ class StepTimeFit:
             raise StepTableError(
                 f"a fit needs steps of at least {FEWEST_SHAPES} different shapes, got {num_shapes}: measure more"
             )
-        form = self.form or self._choose(table, progress)
-        predicted_s, outside = self._held_out(table, form)
+        forms = self._forms(table, progress)
+        predicted_s, outside = self._held_out_by_all(table, forms)
         noise = _noise(table, predicted_s, outside)
         domain = Domain.of(table.shapes)
-        parameters = self._parameters(table, form)
+        parameters = _mean_parameters([self._parameters(table, form) for form in forms])
         rough = FittedCost(parameters, Evidence(domain, noise))
         evidence = Evidence(
             domain=domain,
@@ -122,40 +128,61 @@ class StepTimeFit:
                 **(provenance or {}),
                 "num_steps": len(table),
                 "num_shapes": num_shapes,
-                "form": asdict(form),
+                "form": asdict(forms[0]),
+                **({"other_forms": [asdict(form) for form in forms[1:]]} if len(forms) > 1 else {}),
                 "seed": self.seed,
             },
         )
         return FittedCost(parameters, evidence)
 
-    def _choose(self, table: StepTable, progress: Progress | None) -> Form:
-        """From the plainest form on, one choice after the other, as long as it pays; twice around."""
-        best, tried = Form(), 0
-        most = 2 * sum(len(values) - 1 for values in _CHOICES.values())
-        scores = {best: self._score(table, best)}
-        for _ in range(2):
-            for name, values in _CHOICES.items():
-                for value in values:
+    def _forms(self, table: StepTable, progress: Progress | None) -> tuple[Form, ...]:
+        """What each division of the shapes chooses; all pad alike, or their mean would be no model of this kind."""
+        if self.form is not None:
+            return (self.form,)
+        most = (_DIVISIONS + 1) * sum(len(values) - 1 for values in _CHOICES.values())
+        tried = _Tried(most, progress)
+        forms = [self._choose(table, 0, Form(), tried, tuple(_CHOICES), rounds=2)]
+        unpadded = tuple(name for name in _CHOICES if name != "padded")
+        for division in range(1, _DIVISIONS):
+            start = Form(padded=forms[0].padded)
+            forms.append(self._choose(table, division, start, tried, unpadded, rounds=1))
+        return tuple(forms)
+
+    def _choose(
+        self, table: StepTable, division: int, start: Form, tried: _Tried, names: Sequence[str], rounds: int
+    ) -> Form:
+        """From ``start`` on, one choice after the other, as long as it pays; so many times around."""
+        best, scores = start, {start: self._score(table, start, division)}
+        for _ in range(rounds):
+            for name in names:
+                for value in _CHOICES[name]:
                     form = replace(best, **{name: value})
                     if form.padded and not self.max_graph_tokens:
                         continue
                     if form not in scores:
-                        scores[form] = self._score(table, form)
-                        tried += 1
-                        if progress is not None:
-                            progress(min(tried, most), most)
+                        scores[form] = self._score(table, form, division)
+                        tried.one_more()
                     if scores[form] < scores[best] * (1.0 - _GAIN):
                         best = form
         return best
 
-    def _score(self, table: StepTable, form: Form) -> float:
-        errors = np.abs(self._held_out(table, form)[0] / table.step_s - 1.0)
+    def _score(self, table: StepTable, form: Form, division: int) -> float:
+        errors = np.abs(self._held_out(table, form, division)[0] / table.step_s - 1.0)
         return float(np.average(np.minimum(errors, _CAPPED_ERROR), weights=_repeat_weights(table)))
 
-    def _held_out(self, table: StepTable, form: Form) -> tuple[_Array, NDArray[np.bool_]]:
+    def _held_out_by_all(self, table: StepTable, forms: Sequence[Form]) -> tuple[_Array, NDArray[np.bool_]]:
+        """The mean of what the divisions' models predict, none of which has seen the step's shape.
+
+        A step counts as extrapolated if half of them had to.
+        """
+        each = [self._held_out(table, form, division) for division, form in enumerate(forms)]
+        predicted_s, outside = (np.mean(values, axis=0) for values in zip(*each, strict=True))
+        return predicted_s, outside >= 0.5
+
+    def _held_out(self, table: StepTable, form: Form, division: int) -> tuple[_Array, NDArray[np.bool_]]:
         """Every step's time as a model predicts it that has not seen its shape, and whether it had to extrapolate."""
         predicted_s, outside = np.empty(len(table)), np.empty(len(table), bool)
-        for held_out in folds_by_shape(table, _FOLDS, self.seed):
+        for held_out in folds_by_shape(table, _FOLDS, self.seed, division):
             seen, asked = table.take(~held_out), table.take(held_out).shapes
             predicted_s[held_out] = _priced(self._parameters(seen, form), asked)
             outside[held_out] = Domain.of(seen.shapes).outside(asked)
@@ -164,6 +191,20 @@ class StepTimeFit:
     def _parameters(self, table: StepTable, form: Form) -> FittedParameters:
         terms = _Terms.of(table.shapes, form, self.max_graph_tokens)
         return terms.parameters(_solve(terms.columns, terms.ridge, table))
+
+
+@dataclass
+class _Tried:
+    """Counts forms for whoever shows the progress."""
+
+    most: int
+    progress: Progress | None
+    number: int = 0
+
+    def one_more(self) -> None:
+        self.number += 1
+        if self.progress is not None:
+            self.progress(min(self.number, self.most), self.most)
 
 
 class _Terms(NamedTuple):
@@ -194,6 +235,7 @@ class _Terms(NamedTuple):
             "sampled_s": shape.num_sampled,
             "mixed_s": prefills & decodes & form.mixed,
             "mixed_seq_s": np.where(prefills & form.mixed, shape.num_decode_seqs, 0),
+            "mixed_context_s": np.where(prefills & decodes & form.mixed, shape.decode_context_tokens, 0),
             "eager_s": tokens > sizes[-1] if sizes else np.zeros(len(tokens)),
         }
         ramps = [ramp for name, (amount, _) in amounts.items() for ramp in _ramps(amount, knots[name])]
@@ -204,6 +246,7 @@ class _Terms(NamedTuple):
     def ridge(self) -> _Array:
         """How strongly each coefficient is held at 0."""
         strength = np.full(self.columns.shape[1], _RIDGE)
+        strength[self.names.index("base_s")] = _BASE_RIDGE
         strength[[self.names.index(name) for name in _PAID_ONCE]] = _STEP_RIDGE
         return strength
 
@@ -218,6 +261,15 @@ class _Terms(NamedTuple):
             values[name] = Curve(knots, seconds)
         values["base_s"] = max(values["base_s"], 1e-9)  # a table may leave nothing to the constant, a step takes time
         return FittedParameters(**values, graph_sizes=self.sizes)
+
+
+def _mean_parameters(each: Sequence[FittedParameters]) -> FittedParameters:
+    """Prices every shape within the curves' knots at the mean of what ``each`` price it at; all pad alike."""
+    mean: dict[str, Any] = {"graph_sizes": each[0].graph_sizes}
+    for name in (field.name for field in fields(FittedParameters) if field.name not in mean):
+        values = [getattr(parameters, name) for parameters in each]
+        mean[name] = Curve.mean(values) if isinstance(values[0], Curve) else sum(values) / len(values)
+    return FittedParameters(**mean)
 
 
 def _padded(tokens: NDArray[np.int64], sizes: tuple[int, ...]) -> NDArray[np.int64]:

@@ -101,6 +101,23 @@ def test_whatever_was_measured_more_never_costs_less(seed: int) -> None:
     assert (cost.step_time_s(more) >= cost.step_time_s(few)).all()
 
 
+def test_a_mean_of_forms_prices_what_each_of_them_does_on_average() -> None:
+    """The fit is the mean of what several divisions of the shapes choose; none of their curves is lost."""
+    table = measured(shapes(80, 1), noise=0.03)
+    cost = StepTimeFit().fit(table)
+    told = cost.evidence.provenance
+    forms = [Form(**form) for form in (told["form"], *told["other_forms"])]
+    each = [StepTimeFit(form=form).fit(table).step_time_s(table.shapes) for form in forms]
+    assert cost.step_time_s(table.shapes) == pytest.approx(np.mean(each, axis=0), rel=1e-9)
+
+
+def test_divisions_of_the_shapes_differ() -> None:
+    table = measured(shapes(60, 1))
+    first, second = (next(folds_by_shape(table, 5, 0, division)) for division in (0, 1))
+    assert (first != second).any()
+    assert first.sum() == second.sum()
+
+
 def test_padding_is_found_where_batches_are_padded() -> None:
     rows = [(n, 100 * n, 0, 0, 0, 0, n) for n in range(1, 129)]
     shape: Any = StepShape(*np.array(rows).T)
@@ -292,8 +309,11 @@ def test_the_command_ends_with_one_message(
 @pytest.mark.skipif(not B300_STEPS.exists(), reason="needs the shared step logs")
 @pytest.mark.parametrize("size", SIZES)
 def test_real_steps_on_b300_are_predicted_for_shapes_left_out(size: int) -> None:
-    """Median error at most 2.5 %, nine of ten within 6 %, 85 to 95 % inside of the 90 % interval: over three splits."""
+    """Median error at most 2.5 %, nine of ten within 6 %, 85 to 95 % inside of the 90 % interval: over three splits.
+
+    Coverage is their mean: of about 40 shapes that differ in repeats, a single split's is off by 7 points either way.
+    """
     outcomes = [outcome(b300_table(B300_STEPS, size), seed) for seed in range(3)]
     assert np.median([each.median_percent for each in outcomes]) <= 2.5
     assert np.median([each.p90_percent for each in outcomes]) <= 6.0
-    assert 85 <= np.median([each.covered_percent for each in outcomes]) <= 95
+    assert 85 <= np.mean([each.covered_percent for each in outcomes]) <= 95

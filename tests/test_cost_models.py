@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,52 @@ def test_more_cards_take_no_longer_over_weights_arithmetic_and_cache(model: str,
     communication = [term["all_reduce"] for term in terms]
     assert communication == sorted(communication)
     assert communication[0] == 0
+
+
+@pytest.mark.parametrize("model", ["llama-3.3-70b", "qwen2.5-72b", "mixtral-8x7b"])
+@given(shape=shapes.filter(lambda shape: shape.num_tokens > 0))
+def test_splitting_a_model_never_raises_its_arithmetic_intensity(model: str, shape: StepShape) -> None:
+    """Each card computes 1/n of the FLOPs, and moves at least 1/n of the bytes: some activations are on every card."""
+    whole_flops, whole_bytes = work_of_a_card(model, 1, shape)
+    previous_flops, previous_bytes = whole_flops, whole_bytes
+    for size in (2, 4, 8):
+        flops, moved_bytes = work_of_a_card(model, size, shape)
+        assert flops <= previous_flops * (1 + 1e-9)
+        assert moved_bytes <= previous_bytes * (1 + 1e-9)
+        assert flops * size == pytest.approx(whole_flops, rel=1e-9)
+        assert moved_bytes * size >= whole_bytes * (1 - 1e-9)
+        assert flops / moved_bytes <= whole_flops / whole_bytes * (1 + 1e-9)
+        previous_flops, previous_bytes = flops, moved_bytes
+
+
+def work_of_a_card(model: str, size: int, shape: StepShape) -> tuple[float, float]:
+    """FLOPs and bytes of a step on one card: its time where bytes are free, and where FLOPs are."""
+    per_s, free = 1e12, 1e40
+    flops = one_sided(model, size, free, per_s).terms_s(shape)
+    moved = one_sided(model, size, per_s, free).terms_s(shape)
+    parts = ("gemm", "experts", "elementwise", "decode_attention", "prefill_attention", "lm_head")
+    return (per_s * sum(flops[part] for part in parts), per_s * sum(moved[part] for part in parts))
+
+
+@cache
+def one_sided(model: str, size: int, bytes_per_s: float, flops_per_s: float) -> RooflineCost:
+    gpu = replace(load_gpu("h100"), hbm_bandwidth_bytes_per_s=bytes_per_s, bf16_flops_per_s=flops_per_s)
+    return RooflineCost(load_model(model), gpu, size, factors=IDEAL)
+
+
+@pytest.mark.skipif(not B300_STEPS.exists(), reason="needs the shared step logs")
+def test_fits_of_more_cards_are_faster_but_not_by_more_than_their_number() -> None:
+    """A prompt that is bound by arithmetic and a decode that is bound by weights, within the fits' stated errors."""
+    from benchmarks.calibration_b300 import SIZES, b300_table
+    from windtunnel.calibrate.fit import Form, StepTimeFit
+
+    fits = [StepTimeFit(form=Form(token_ratio=4.0)).fit(b300_table(B300_STEPS, size)) for size in SIZES]
+    errors = [cost.evidence.errors[0].p90_percent / 100.0 for cost in fits]
+    for shape in (prefill(8192), prefill(4096, 4096), decode(1, 4096), decode(8, 4096)):
+        times_s = [cost.step_time_s(shape) for cost in fits]
+        for (fewer_s, more_s), (error, next_error) in zip(pairwise(times_s), pairwise(errors), strict=True):
+            slack = (1.0 + error) * (1.0 + next_error)
+            assert fewer_s / 2.0 / slack <= more_s <= fewer_s * slack
 
 
 def test_eight_bit_weights_are_read_and_multiplied_faster_where_there_are_units() -> None:

@@ -138,6 +138,14 @@ def test_a_curve_goes_on_no_flatter_than_its_mean() -> None:
     assert curve.at(40) == pytest.approx(2.0)
 
 
+@given(st.lists(curves(), min_size=1, max_size=4), st.integers(0, 9000))
+def test_a_mean_of_curves_is_the_mean_of_their_values_as_far_as_all_are_known(many: list[Curve], amount: int) -> None:
+    mean = Curve.mean(many)
+    within = min(amount, min(curve.knots[-1] for curve in many))
+    assert mean.at(within) == pytest.approx(sum(curve.at(within) for curve in many) / len(many), rel=1e-9, abs=1e-15)
+    assert mean.at(amount + 1) >= mean.at(amount)
+
+
 @pytest.mark.parametrize(
     ("knots", "values", "message"),
     [
@@ -176,6 +184,12 @@ def test_what_was_not_measured_is_flagged_with_the_reason() -> None:
     assert COST.extrapolates(large)
     assert "num_decode_seqs 65 is outside of 1 to 64" in COST.evidence.domain.reasons(large)
     assert COST.evidence.domain.reasons(StepShape(0, 0, 1, 8, 0, 36, 1)) == ("no prefill step was measured",)
+
+
+@given(st.tuples(*(st.integers(max(0, BOX[name][0] - 1), BOX[name][1] + 1) for name in StepShape._fields)))
+def test_a_step_is_held_exactly_if_nothing_speaks_against_it(values: tuple[int, ...]) -> None:
+    shape, domain = StepShape(*values), COST.evidence.domain
+    assert domain.holds(shape) == (not domain.reasons(shape)) == (not bool(domain.outside(shape)))
 
 
 def test_a_run_beyond_the_domain_is_told_of() -> None:
@@ -218,13 +232,6 @@ def test_intervals_follow_the_regime_and_size() -> None:
     mixed = StepShape(1, 1, 1, 1, 0, 1, 2)
     assert regime_of(mixed) == "mixed"
     assert COST.noise_bin(mixed) == NOISE[1], "the widest, where nothing was measured"
-
-
-def test_noisy_times_scatter_as_stated_and_follow_the_seed() -> None:
-    draws = [COST.noisy_step_time_s(DECODE, rng) for rng in [np.random.default_rng(3)] for _ in range(4000)]
-    assert np.std(np.log(draws)) == pytest.approx(COST.sigma(DECODE), rel=0.05)
-    assert np.median(draws) == pytest.approx(COST.step_time_s(DECODE), rel=1e-3)
-    assert COST.noisy_step_time_s(DECODE, np.random.default_rng(3)) == draws[0]
 
 
 @given(costs())

@@ -73,6 +73,17 @@ class Curve:
         """``unit_s`` for each one, stated at 0 and at ``last``."""
         return cls((0, last), (0.0, unit_s * last))
 
+    @classmethod
+    def mean(cls, curves: Sequence[Curve]) -> Curve:
+        """The mean of curves, exact up to their largest knot.  Raises ValueError for none."""
+        if not curves:
+            raise ValueError("a mean needs at least one curve, got none")
+        if all(curve == curves[0] for curve in curves):
+            return curves[0]
+        knots = sorted({knot for curve in curves for knot in curve.knots})
+        seconds = [sum(curve.at(knot) for curve in curves) / len(curves) for knot in knots]
+        return cls(knots, [max(seconds[: place + 1]) for place in range(len(seconds))])  # no rounding lets it fall
+
     def at(self, amount: int) -> float:
         """Seconds at a whole number of at least 0."""
         piece = bisect_right(self.knots, amount) - 1

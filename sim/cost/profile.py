@@ -179,10 +179,14 @@ def _evidence_as_plain(evidence: Evidence) -> Json:
     }
 
 
+_LATER = ("mixed_context_s",)
+"""Parameters that profiles of before lack; 0 is what they meant."""
+
+
 def _fitted_parameters(path: Path, given: Json) -> FittedParameters:
     plain = dict(given)
-    names = tuple(field.name for field in fields(FittedParameters))
-    _check_keys(path, "parameters", plain, required=names)
+    names = tuple(field.name for field in fields(FittedParameters) if field.name not in _LATER)
+    _check_keys(path, "parameters", plain, required=names, optional=_LATER)
     for name in ("tokens", "decode_seqs", "decode_context"):
         where = f"parameters.{name}"
         curve = _object(path, where, plain[name])
