@@ -15,6 +15,7 @@ from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.page import (
     answer_box,
     badge,
+    calibration_box,
     cell,
     cell_html,
     code,
@@ -70,6 +71,7 @@ def _page(runs: ComparedRuns, relations: Sequence[Relation], context: Comparison
     said = answer(runs, relations)
     yield from answer_box(said.headline, said.sentences, "none")
     yield from warning_box(context.common.warnings, calibrated=context.common.calibrated)
+    yield from calibration_box(context.common)
     further = _further(runs, relations, said)
     yield from navigation(_sections(runs, further))
     yield from _curves(runs, drawn)

@@ -121,6 +121,7 @@ def render_markdown(runs: ComparedRuns, relations: Sequence[Relation], context: 
         [f"**{said.headline}**"],
         [f"- {sentence}" for sentence in said.sentences],
         ["; ".join(fact for fact in facts if fact) + "."],
+        list(shared.calibrated_by),
         list(_markdown_table(*(variant_table(runs) if runs.axis is None else run_table(runs)))),
         [f"Changes are against {runs.baseline}."] if len(runs.variants) > 1 else [],
         [f"> **Warning:** {text}" for text in shared.warnings],

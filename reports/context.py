@@ -32,6 +32,8 @@ class ReportContext:
     """Whether the cost model was fitted to measurements; if not, every output says *uncalibrated*."""
     cost: Mapping[str, Any] = field(default_factory=dict)
     """What the cost model says of itself (``CostModel.describe``)."""
+    calibrated_by: tuple[str, ...] = ()
+    """Where calibrated step times come from and how far off they are, in sentences; empty where they are not."""
     resolved: tuple[ResolvedValue, ...] = ()
     """All settings, in the order in which they are to be shown."""
     seed: int | None = None

@@ -16,6 +16,7 @@ from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.page import (
     answer_box,
     badge,
+    calibration_box,
     cell,
     cell_html,
     code,
@@ -92,6 +93,7 @@ def _page(records: Records, summary: Summary, context: ReportContext) -> Iterato
 def _answer(records: Records, summary: Summary, context: ReportContext) -> Iterator[str]:
     yield from answer_box(*answer(records, summary))
     yield from warning_box((*context.warnings, *summary.warnings), calibrated=context.calibrated)
+    yield from calibration_box(context)
     yield f'<ul class="cards">{"".join(_cards(summary))}</ul>'
     yield from _objectives(summary)
 

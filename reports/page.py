@@ -67,6 +67,13 @@ def warning_box(warnings: Sequence[str], *, calibrated: bool) -> Iterator[str]:
         yield f'<div class="warnings" role="note">{"".join(f"<p>{escape(text)}</p>" for text in shown)}</div>'
 
 
+def calibration_box(context: ReportContext) -> Iterator[str]:
+    """Where calibrated step times come from and how far off they are."""
+    said = context.calibrated_by
+    if said:
+        yield f'<div class="stated" role="note">{"".join(f"<p>{escape(text)}</p>" for text in said)}</div>'
+
+
 def navigation(sections: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Links to sections, given as name and title."""
     links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in sections)

@@ -61,6 +61,8 @@ def header(context: ReportContext) -> Iterator[str]:
         yield f"Engine: {context.engine} (simulated)"
     if context.cost_model:
         yield f"Cost model: {context.cost_model}, {context.calibration}{_advice(context)}"
+    for sentence in context.calibrated_by:
+        yield from wrap(sentence, 100, initial_indent="  ", subsequent_indent="    ")
     origin = [f"seed {context.seed}"] if context.seed is not None else []
     origin += [f"windtunnel {context.version}"] if context.version else []
     if origin:

@@ -16,7 +16,8 @@ from windtunnel.scenarios.schema import (
     StaticBatching,
     SwapBatching,
 )
-from windtunnel.sim.cost.roofline import RooflineCost
+from windtunnel.sim.cost.fitted import FittedCost
+from windtunnel.sim.cost.roofline import RooflineCost, RooflineFactors
 from windtunnel.sim.cost.swap import SwapCost
 from windtunnel.sim.deployment.model import ModelSpec, UnsupportedModel, load_model
 from windtunnel.sim.engine.batches import BatchExecution
@@ -294,16 +295,22 @@ def _draft_cost(
         return FixedDraftCost(spec.draft_s)
     if spec.method == "ngram":
         return None
-    if not isinstance(cost, RooflineCost) or hardware.model is None or hardware.gpu is None:
+    if not isinstance(cost, RooflineCost | FittedCost) or hardware.model is None or hardware.gpu is None:
         ledger.warnings.append(
             f"what drafting with {spec.method} costs is not known under the cost model {cost.name}, so it is taken to "
             "be free: give draft_s, the time that it adds to a step"
         )
         return None
     drafter = _drafter(ledger, spec, hardware.model)
-    factors = replace(cost.factors, host_s=0.0)
+    if isinstance(cost, FittedCost):
+        ledger.notes.append("What drafting costs comes from the roofline, uncalibrated: the profile knows no drafter.")
+    factors = cost.factors if isinstance(cost, RooflineCost) else RooflineFactors()
     own = RooflineCost(
-        drafter, hardware.gpu, hardware.tensor_parallel_size, kv_cache_dtype=cost.kv_cache_dtype, factors=factors
+        drafter,
+        hardware.gpu,
+        hardware.tensor_parallel_size,
+        kv_cache_dtype=ledger.loaded.scenario.deployment.kv_cache_dtype or "auto",
+        factors=replace(factors, host_s=0.0),
     )
     return DraftCost(own, spec.num_speculative_tokens)
 

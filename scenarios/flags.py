@@ -33,9 +33,14 @@ WITHOUT_FLAG = frozenset(
 _WITHOUT_FLAG_SECTIONS = frozenset({"cost", "batching", "speculative", "compare"})
 """Sections that one flag gives as a whole."""
 
+_WITH_FLAG_ALL_THE_SAME = frozenset({("cost", "noise")})
+"""Keys of those that have a flag of their own."""
+
 
 def flag_of(key: str, section: str) -> str:
     """The flag that gives a key of this section ("scenario" is the top), or nothing."""
+    if (section, key) in _WITH_FLAG_ALL_THE_SAME:
+        return f"--{key}"
     if not section or section in _WITHOUT_FLAG_SECTIONS or key in WITHOUT_FLAG:
         return ""
     return "--" + PARAMETER_OF_KEY.get(key, key).replace("_", "-")

@@ -30,6 +30,7 @@ from windtunnel.scenarios.schema import (
     workload_kind,
 )
 from windtunnel.scenarios.workloads.errors import printable
+from windtunnel.sim.cost.lookup import is_path
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -117,11 +118,36 @@ def load_scenario(
 
 
 def _renamed(overrides: Mapping[str, Override]) -> dict[str, Override]:
-    """``engine`` as text is the version of vLLM, as the flag of that name; as a table it is the section."""
-    return {
+    """``engine`` as text is the version of vLLM, as the flag of that name; as a table it is the section.
+
+    ``profile`` is the short form of a [cost] of that kind.
+    """
+    renamed = {
         "engine_version" if key == "engine" and isinstance(override.value, str) else key: override
         for key, override in overrides.items()
     }
+    short = renamed.pop("profile", None)
+    if short is not None:
+        if "cost" in renamed:
+            raise ScenarioError(
+                f"{short.source} and {renamed['cost'].source} both say what a step costs: give one of them"
+            )
+        renamed["cost"] = Override(profile_cost(short.value, short.source), short.source)
+    return renamed
+
+
+def profile_cost(given: Any, source: str = "profile") -> dict[str, Any]:
+    """The [cost] that a profile's path or bundled name stands for: see ``is_path``.
+
+    Raises ScenarioError for what is no text.
+    """
+    if not isinstance(given, str | Path) or not str(given):
+        raise ScenarioError(
+            f"{source}: profile = {_shown(given)} must be the path of a profile.json or the name of a bundled profile "
+            "(windtunnel profiles list)"
+        )
+    is_file = isinstance(given, Path) or is_path(given)
+    return {"kind": "profile", "path" if is_file else "name": str(given)}
 
 
 def override_path(key: str) -> tuple[str, ...]:
@@ -131,6 +157,8 @@ def override_path(key: str) -> tuple[str, ...]:
     """
     if key in Scenario.model_fields:
         return (key,)
+    if key == "profile":
+        return ("cost",)
     for section, models in SECTIONS.items():
         if any(key in model.model_fields for model in models):
             return (section, key)

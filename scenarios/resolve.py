@@ -6,16 +6,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from windtunnel.scenarios.batching import make_batching, make_drafting
+from windtunnel.scenarios.costs import ChosenCost, make_cost
 from windtunnel.scenarios.engine import Hardware, make_engine
 from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
 from windtunnel.scenarios.ledger import WINDTUNNEL_DEFAULT, Entry, Ledger
 from windtunnel.scenarios.load import Loaded
 from windtunnel.scenarios.requests import check_lengths, make_workload
-from windtunnel.scenarios.schema import AffineCost, ConstantCost, Cost, ProfileCost, Scenario
+from windtunnel.scenarios.schema import Scenario
 from windtunnel.scenarios.workloads.describe import describe
-from windtunnel.sim.cost import constant
-from windtunnel.sim.cost.profile import load_profile
-from windtunnel.sim.cost.roofline import RooflineCost, RooflineFactors
+from windtunnel.sim.cost import statement
+from windtunnel.sim.cost.roofline import RooflineCost
 from windtunnel.sim.deployment.engine_args import ENGINE
 from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu, siblings
 from windtunnel.sim.deployment.memory import KvPool
@@ -52,6 +52,8 @@ class Resolved:
     kv_pool: KvPool | None
     """The memory plan; None where the number of blocks was given and no model and GPU with it."""
     system: System
+    profile: str | None
+    """What the cost model was read from: a bundled profile's name or a path; None if it was made from settings."""
     workload: Workload
     slo: tuple[Slo, ...]
     goodput: GoodputLimits | None
@@ -145,6 +147,9 @@ class Resolved:
             "seed": self.seed,
             "cost_model": self.cost.name,
             "cost_model_calibrated": self.cost.calibrated,
+            "cost_model_profile": self.profile,
+            **statement.summary_keys(self.cost.describe()),
+            "step_time_noise": self.system.noise_seed is not None,
         }
 
 
@@ -164,7 +169,7 @@ def resolve(loaded: Loaded) -> Resolved:
     hardware = read_hardware(ledger)
     config, pool = make_engine(ledger, hardware)
     _check_context(ledger, hardware.model, config.max_model_len)
-    cost = _cost(ledger, hardware)
+    cost = make_cost(ledger, hardware)
     system = _system(ledger, hardware, config, cost, seed)
     slo, goodput = _objectives(ledger)
     workload = make_workload(ledger, seed)
@@ -179,6 +184,7 @@ def resolve(loaded: Loaded) -> Resolved:
         *hardware,
         pool,
         system,
+        cost.profile,
         workload,
         slo,
         goodput,
@@ -209,10 +215,11 @@ def read_hardware(ledger: Ledger) -> Hardware:
     return Hardware(model, gpu, size, num_stages, version)
 
 
-def _system(ledger: Ledger, hardware: Hardware, config: SchedulerConfig, cost: CostModel, seed: int) -> System:
+def _system(ledger: Ledger, hardware: Hardware, config: SchedulerConfig, chosen: ChosenCost, seed: int) -> System:
     """The engines with their policy, and what stands before them."""
     deployment, limits = ledger.loaded.scenario.deployment, ledger.loaded.scenario.engine
     batching, swap_cost = make_batching(ledger, hardware, config)
+    cost = chosen.model
     drafting = make_drafting(ledger, hardware, cost, seed)
     if config.async_scheduling and isinstance(cost, RooflineCost):
         ledger.notes.append(
@@ -238,6 +245,7 @@ def _system(ledger: Ledger, hardware: Hardware, config: SchedulerConfig, cost: C
         router,
         limits.max_num_queued_reqs,
         limits.max_num_queued_tokens,
+        seed if chosen.is_noisy else None,
     )
     _check_policy(ledger, system)
     return system
@@ -300,44 +308,12 @@ def _check_is_complete(ledger: Ledger, model: ModelSpec | None, gpu: GpuSpec | N
     scenario, reasons = ledger.loaded.scenario, []
     if scenario.deployment.num_gpu_blocks_override is None:
         reasons.append("the size of the KV cache follows from it (or give num_gpu_blocks_override)")
-    if scenario.cost.kind == "roofline":
+    if scenario.cost.kind in ("auto", "roofline"):
         reasons.append("so does the time of a step (or give another cost model, such as --cost constant:step_s=10ms)")
     for key, value in (("model", model), ("gpu", gpu)):
         if value is None and reasons:
             advice = f"give --{key} or {key} under [deployment] (windtunnel {key}s lists them)"
             raise ScenarioError(f"{ledger.loaded.origin}: no {key}: {advice}; {' and '.join(reasons)}")
-
-
-def _cost(ledger: Ledger, hardware: Hardware) -> CostModel:
-    spec = ledger.loaded.scenario.cost
-    for key, value in spec.model_dump(exclude_none=True).items():
-        ledger.note("cost", key, value)
-    return ledger.attempt("cost", tuple(type(spec).model_fields), lambda: _make_cost(ledger, spec, hardware))
-
-
-def _make_cost(ledger: Ledger, spec: Cost, hardware: Hardware) -> CostModel:
-    parameters = spec.model_dump(exclude={"kind"}, exclude_none=True)
-    if isinstance(spec, ConstantCost):
-        return constant.ConstantCost(**parameters)
-    if isinstance(spec, AffineCost):
-        return constant.AffineCost(**parameters)
-    if isinstance(spec, ProfileCost):
-        return _profile(ledger, spec.path)
-    model, gpu, size = hardware[:3]
-    assert model is not None, "_check_is_complete asks for it"
-    assert gpu is not None, "_check_is_complete asks for it"
-    kv_dtype = ledger.loaded.scenario.deployment.kv_cache_dtype or "auto"
-    return RooflineCost(model, gpu, size, kv_cache_dtype=kv_dtype, factors=RooflineFactors(**parameters))
-
-
-def _profile(ledger: Ledger, name: str) -> CostModel:
-    path = ledger.loaded.path_of("cost", "path", name)
-    try:
-        return load_profile(path)
-    except OSError as error:
-        raise ScenarioUnreadable(f"cannot read profile {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ScenarioUnreadable(f"cannot read profile {path}: not UTF-8 text ({error.reason})") from error
 
 
 def _objectives(ledger: Ledger) -> tuple[tuple[Slo, ...], GoodputLimits | None]:

@@ -456,6 +456,17 @@ Workload = Annotated[
 ]
 
 
+class AutoCost(_Section):
+    """The bundled profile of this model on this GPU, if there is one; else the roofline."""
+
+    kind: Literal["auto"] = "auto"
+    """Which cost model."""
+    noise: bool | None = None
+    """Scatter the steps' times by what the profile states; same seed, same times.  Needs a profile."""
+    refuse_outside: bool | None = None
+    """Stop at a step that is outside of what the profile was measured at, in place of a warning."""
+
+
 class RooflineCost(_Section):
     """Step times from the data sheet of the GPU and shares of its peaks that are reached; not calibrated."""
 
@@ -508,22 +519,39 @@ class AffineCost(_Section):
 
 
 class ProfileCost(_Section):
-    """Step times fitted to measurements."""
+    """Step times fitted to measurements: give path or name."""
 
     kind: Literal["profile"]
     """Which cost model."""
-    path: str
+    path: str | None = None
     """Path of the profile.json, relative to the scenario file."""
+    name: str | None = None
+    """Name of a bundled profile (`windtunnel profiles list`)."""
+    noise: bool | None = None
+    """Scatter the steps' times by what the profile states; same seed, same times."""
+    refuse_outside: bool | None = None
+    """Stop at a step that is outside of what the profile was measured at, in place of a warning."""
+
+    @model_validator(mode="after")
+    def _check_which(self) -> ProfileCost:
+        if self.path is None and self.name is None:
+            raise ValueError("needs a path (of a file) or a name (of a bundled profile: windtunnel profiles list)")
+        if self.path is not None and self.name is not None:
+            raise ValueError("says twice which profile: leave path or name out")
+        return self
 
 
 def cost_kind(value: Any) -> str:
-    """Which cost model a [cost] table asks for; roofline where it does not say."""
-    kind = value.get("kind", "roofline") if isinstance(value, dict) else getattr(value, "kind", "roofline")
-    return str(kind)
+    """Which cost model a [cost] table asks for; where it does not say, auto, or the roofline if it sets its factors."""
+    if not isinstance(value, dict):
+        return str(getattr(value, "kind", "auto"))
+    has_factors = any(key in RooflineCost.model_fields for key in value if key != "kind")
+    return str(value.get("kind", "roofline" if has_factors else "auto"))
 
 
 Cost = Annotated[
-    Annotated[RooflineCost, Tag("roofline")]
+    Annotated[AutoCost, Tag("auto")]
+    | Annotated[RooflineCost, Tag("roofline")]
     | Annotated[ConstantCost, Tag("constant")]
     | Annotated[AffineCost, Tag("affine")]
     | Annotated[ProfileCost, Tag("profile")],
@@ -569,7 +597,7 @@ class Scenario(_Section):
     batching: Annotated[Batching, _spec("policy", Batching | str)] = ContinuousBatching()
     speculative: Annotated[Speculative | None, _spec("method", Speculative | str)] = None
     workload: Workload
-    cost: Annotated[Cost, _spec("kind", Cost | str)] = RooflineCost()
+    cost: Annotated[Cost, _spec("kind", Cost | str)] = AutoCost()
     slo: Slo = Slo()
     run: Run = Run()
     compare: Compare = Compare()
@@ -577,6 +605,7 @@ class Scenario(_Section):
 
 WORKLOAD_KINDS: dict[str, type[BaseModel]] = {"trace": TraceWorkload, "synthetic": SyntheticWorkload}
 COST_KINDS: dict[str, type[BaseModel]] = {
+    "auto": AutoCost,
     "roofline": RooflineCost,
     "constant": ConstantCost,
     "affine": AffineCost,

@@ -10,6 +10,8 @@ import operator
 
 import numpy as np
 
+_MASK = (1 << 64) - 1
+
 
 def stream(seed: int, *names: str | int) -> np.random.Generator:
     """The generator that belongs to these names under this seed; the same for ever, on every machine.
@@ -22,6 +24,17 @@ def stream(seed: int, *names: str | int) -> np.random.Generator:
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=_spawn_key(names))))
+
+
+def mixed(number: int) -> int:
+    """A whole number below 2**64 that looks random: for draws that are functions of a place, such as a step's number.
+
+    Source: the finaliser of splitmix64 (Steele, Lea, Flood 2014).
+    """
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
 
 
 def _spawn_key(names: tuple[str | int, ...]) -> tuple[int, ...]:

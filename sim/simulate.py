@@ -69,7 +69,7 @@ def serve(
     ValueError for a config that the policy does not support.
     """
     check_fits(workload, system.config)
-    engines = [_Engine(system.make_scheduler(), system.make_executor()) for _ in range(system.num_replicas)]
+    engines = [_Engine(system.make_scheduler(), system.make_executor(number)) for number in range(system.num_replicas)]
     front = _Front(system.router, system.max_num_queued_reqs, system.max_num_queued_tokens)
     return _run(workload, engines, front, horizon_ns, progress)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from windtunnel.sim.cost.swap import SwapCost
 from windtunnel.sim.engine.plan import StepPlan, StepResult
 from windtunnel.sim.engine.protocols import CostModel
+from windtunnel.sim.noise import StepNoise
 from windtunnel.sim.speculation import Drafting
 
 NS_PER_S = 1_000_000_000
@@ -45,3 +46,20 @@ class SimExecutor:
                 "run with executor=SimExecutor(cost, SwapCost(block_bytes, bytes_per_s))"
             )
         return self.swap.copy_time_s(num_blocks)
+
+
+class NoisySimExecutor(SimExecutor):
+    """The same with steps that scatter by ``noise``; the times of swapping and drafting, added to them, do not."""
+
+    def __init__(
+        self, cost: CostModel, noise: StepNoise, swap: SwapCost | None = None, drafting: Drafting | None = None
+    ) -> None:
+        """``noise`` is that of the same cost model."""
+        super().__init__(cost, swap, drafting)
+        self.noise = noise
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """As ``SimExecutor.execute``, longer or shorter by what the step's number drew."""
+        result = super().execute(plan)
+        extra_ns = round(self.noise.extra_s(plan.shape, plan.number) * NS_PER_S)
+        return result._replace(step_ns=max(1, result.step_ns + extra_ns))

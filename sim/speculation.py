@@ -10,8 +10,7 @@ from operator import mul
 from windtunnel.sim.engine.plan import Speculated, StepPlan, StepShape
 from windtunnel.sim.engine.protocols import CostModel
 from windtunnel.sim.engine.request import Request
-
-_MASK = (1 << 64) - 1
+from windtunnel.sim.rng import mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ class Drafting:
         self.acceptance = acceptance
         self.cost = cost
         self.num_speculative_tokens = num_speculative_tokens
-        self._seed = _mixed(seed)
+        self._seed = mixed(seed)
 
     def outcome(self, plan: StepPlan) -> Speculated:
         """What the step's drafts come to, and a full draft for everybody who gets a token."""
@@ -155,13 +154,5 @@ class Drafting:
         return Speculated(accepted, proposed)
 
     def _num_holding(self, request: Request, num_computed_tokens: int) -> int:
-        place = _mixed((int(request.request_id) << 32) ^ num_computed_tokens)
-        return self.acceptance.num_accepted(_mixed(self._seed ^ place) / (1 << 64))
-
-
-def _mixed(number: int) -> int:
-    """A whole number below 2**64 that looks random (the finaliser of splitmix64; Steele, Lea, Flood 2014)."""
-    number = (number + 0x9E3779B97F4A7C15) & _MASK
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
-    return number ^ (number >> 31)
+        place = mixed((int(request.request_id) << 32) ^ num_computed_tokens)
+        return self.acceptance.num_accepted(mixed(self._seed ^ place) / (1 << 64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windtunnel.sim.cost.fitted import FittedCost
 from windtunnel.sim.cost.swap import SwapCost
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.dynamic import DynamicConfig, DynamicScheduler
@@ -11,7 +12,8 @@ from windtunnel.sim.engine.per_request import make_scheduler
 from windtunnel.sim.engine.protocols import CostModel, Executor, SchedulerProtocol
 from windtunnel.sim.engine.static import StaticConfig, StaticScheduler
 from windtunnel.sim.engine.swap import SwapConfig, SwapScheduler
-from windtunnel.sim.simulated import SimExecutor
+from windtunnel.sim.noise import StepNoise
+from windtunnel.sim.simulated import NoisySimExecutor, SimExecutor
 from windtunnel.sim.speculation import Drafting
 
 ROUTERS = ("vllm", "round_robin")
@@ -25,7 +27,7 @@ class System:
     """One deployment: ``num_replicas`` equal engines behind a router.
 
     Raises ValueError, naming the field, for a value out of range, for speculation without a ``drafting`` of as many
-    tokens, and for swapping without a ``swap_cost``.
+    tokens, for swapping without a ``swap_cost``, and for noise without a fitted cost model.
     """
 
     config: SchedulerConfig
@@ -46,6 +48,8 @@ class System:
     """
     max_num_queued_tokens: int | None = None
     """Prompt tokens of requests without a first token from which on a new one is rejected; None is no limit."""
+    noise_seed: int | None = None
+    """Steps scatter by the ``sigma`` of the fitted ``cost`` (``StepNoise``); None is the prediction itself."""
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
@@ -56,6 +60,8 @@ class System:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
+        if self.noise_seed is not None and not isinstance(self.cost, FittedCost):
+            raise ValueError(f"the cost model {self.cost.name} states no noise: give a fitted one, or no noise_seed")
         self._check_drafting()
         is_swapping = isinstance(self.batching, SwapConfig) and self.batching.preemption_mode == "swap"
         if is_swapping and self.swap_cost is None:
@@ -82,6 +88,9 @@ class System:
                 return SwapScheduler(self.config, swap)
         return make_scheduler(self.config)
 
-    def make_executor(self) -> Executor:
-        """A simulated executor over the cost model."""
-        return SimExecutor(self.cost, self.swap_cost, self.drafting)
+    def make_executor(self, replica: int = 0) -> Executor:
+        """A simulated executor over the cost model; its noise, if there is any, is that replica's own."""
+        if self.noise_seed is None or not isinstance(self.cost, FittedCost):
+            return SimExecutor(self.cost, self.swap_cost, self.drafting)
+        noise = StepNoise(self.cost, self.noise_seed, replica)
+        return NoisySimExecutor(self.cost, noise, self.swap_cost, self.drafting)

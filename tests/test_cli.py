@@ -177,7 +177,9 @@ def test_a_dry_run_shows_sources_and_memory_and_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["simulate", "chat-8b-h100", "--max-num-seqs", "64", "--dry-run", "-o", "run"]) == 0
+    assert (
+        main(["simulate", "chat-8b-h100", "--max-num-seqs", "64", "--cost", "roofline", "--dry-run", "-o", "run"]) == 0
+    )
     shown = capsys.readouterr().out
     assert re.search(r"max_num_seqs +64 +--max-num-seqs\n", shown)
     assert re.search(r"gpu +H100-SXM +chat-8b-h100\.toml:\d+\n", shown)

@@ -105,6 +105,8 @@ def test_the_commands_of_the_readme_run(
     monkeypatch.setattr(run, "listen", lambda host, _, listen=run.listen: listen(host, 0))
     monkeypatch.setattr(run, "run_server", lambda _, listener, *__, **___: served.append(listener.close()))
     for command in commands:
+        if command[0] == "measure":
+            command[command.index("--budget") + 1] = "8s"
         code = main(command)
         missed = command[:2] == ["simulate", "chat-8b-h100"] and bool({"30", "32"} & set(command))  # as README says
         assert code == (99 if missed else 0), (command, capsys.readouterr().err)
@@ -228,7 +230,8 @@ def test_commands_and_flags_that_are_shown_exist(path: Path) -> None:
     text = path.read_text()
     assert set(re.findall(r"^windtunnel (\w+)", text, re.MULTILINE)) <= set(COMMANDS)
     sources = "".join(file.read_text() for file in (REPO_ROOT / "windtunnel" / "cli").glob("*.py"))
-    sources += "".join(file.read_text() for file in (REPO_ROOT / "benchmarks").glob("*.py"))
+    for folder in ("benchmarks", "calibrate"):
+        sources += "".join(file.read_text() for file in (REPO_ROOT / folder).glob("*.py"))
     ours = set(re.findall(r"--[a-z][a-z-]+", sources)) | {"--help", "--version"}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(re.findall(r"`([^`]+)`", text)))):
         assert flag in ours | VLLM_FLAGS or path.name == "vllm-plugins.md", flag

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from bundle import bundle, fitted
 
 from windtunnel.cli.main import main
 from windtunnel.executor.server.build import ServedModel, ServerSettings
@@ -52,7 +53,16 @@ def test_flags_mean_what_they_mean_to_vllm(monkeypatch: pytest.MonkeyPatch) -> N
     assert scheduler.num_gpu_blocks > 20_000, "from the memory plan"
     assert (settings.speed, settings.max_num_queued_reqs, settings.seed) == (3.0, 9, 4)
     assert settings.cost is not None
-    assert settings.cost.name == "roofline"
+    assert settings.cost.name in ("fitted", "roofline"), "fitted where a profile of it is bundled"
+
+
+def test_a_bundled_profile_is_named_like_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bundle(tmp_path, monkeypatch, [("llama-h100", fitted())])
+    of_gpu = ("--model", "llama-3.1-8b", "--gpu", "h100", "--max-model-len", "32k")
+    for flags in (of_gpu, (*BARE[2:], "--profile", "llama-h100")):
+        _, settings = planned(monkeypatch, *flags)
+        assert settings.cost is not None
+        assert settings.cost.describe()["provenance"]["gpu"] == "H100-SXM"
 
 
 def test_a_profile_prices_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

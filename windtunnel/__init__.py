@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windtunnel.api import Run, load_run, simulate
+    from windtunnel.api import Run, load_run, profiles, simulate
     from windtunnel.comparison import Comparison, compare
     from windtunnel.memory import MemoryReport, MemorySweep, memory_plan, memory_sweep
     from windtunnel.memory_inputs import MemoryInputUnreadable
@@ -46,6 +46,7 @@ __all__ = [
     "load_run",
     "memory_plan",
     "memory_sweep",
+    "profiles",
     "simulate",
 ]
 
@@ -68,6 +69,7 @@ _HOMES = {
     "load_run": "windtunnel.api",
     "memory_plan": "windtunnel.memory",
     "memory_sweep": "windtunnel.memory",
+    "profiles": "windtunnel.api",
     "simulate": "windtunnel.api",
 }
 

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from windtunnel import __version__
 from windtunnel.rundir import (
     RecordsFormat,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from windtunnel.sim.workload import Workload
 
 Progress = Callable[[int, int], None]
+NS_PER_S = 1_000_000_000
 
 
 def simulate(
@@ -45,7 +48,9 @@ def simulate(
     ``scenario`` is a path, the name of a bundled scenario, a dict with the sections of a scenario file, or None when
     ``overrides`` say it all.  ``overrides`` are keys of the scenario file (``max_num_seqs=64``, ``trace="a.csv"``) or
     whole sections (``cost={"kind": "constant", "step_s": "10ms"}``, ``slo={"objectives": ["ttft:p99<500ms"]}``); they
-    win over the file.  ``progress(done, total)`` is called now and then with the number of finished requests.
+    win over the file.  ``profile="NAME"`` or ``profile="FILE"`` is short for a cost of that kind (``profiles()`` lists
+    the bundled ones), and ``noise=True`` lets steps scatter by what the profile states.  ``progress(done, total)`` is
+    called now and then with the number of finished requests.
 
     The same scenario and seed give the same run, to the nanosecond.
 
@@ -62,6 +67,26 @@ def simulate(
         scenario, {key: Override(value, f"{key}=") for key, value in given.items() if value is not None}
     )
     return execute(resolve(loaded), progress=progress)
+
+
+def profiles() -> pd.DataFrame:
+    """The bundled profiles, one row each: name, model, gpu, tensor_parallel_size, dtype, source, stated error.
+
+    >>> wt.simulate("chat-8b-h100", profile=wt.profiles().name[0])  # doctest: +SKIP
+    """
+    import pandas as pd
+
+    from windtunnel.sim.cost.bundled import bundled_profiles
+
+    columns = (
+        *("name", "model", "gpu", "tensor_parallel_size", "dtype", "kv_cache_dtype", "source", "statement"),
+        *("p50_percent", "p90_percent"),
+    )
+    rows = [
+        {key: each.stated_error.get(key) if key.endswith("_percent") else getattr(each, key) for key in columns}
+        for each in bundled_profiles()
+    ]
+    return pd.DataFrame(rows, columns=list(columns))
 
 
 def execute(resolved: Resolved, *, progress: Progress | None = None) -> Run:
@@ -202,6 +227,7 @@ class Run:
     def context(self) -> ReportContext:
         """What reports say besides the numbers: what was simulated, with which settings, from where."""
         from windtunnel.reports.context import ReportContext, ResolvedValue
+        from windtunnel.sim.cost.statement import sentences, shown_name
 
         told, hardware = self.resolved, self.resolved["hardware"]
         return ReportContext(
@@ -209,9 +235,12 @@ class Run:
             model=hardware["model"] or "",
             gpu=f"{hardware['num_gpus']} x {hardware['gpu']}" if hardware["gpu"] else "",
             engine=told["engine"],
-            cost_model=told["metadata"]["cost_model"],
+            cost_model=shown_name(told["metadata"]),
             calibrated=told["metadata"]["cost_model_calibrated"],
             cost=told["cost"],
+            calibrated_by=sentences(
+                told["cost"], self._median_step_s(), has_noise=bool(told["metadata"].get("step_time_noise"))
+            ),
             resolved=tuple(ResolvedValue(**entry) for entry in told["settings"]),
             seed=told["seed"],
             version=told["windtunnel_version"],
@@ -220,6 +249,13 @@ class Run:
             warnings=tuple(told["warnings"]),
             labels=self.workload.labels,
         )
+
+    def _median_step_s(self) -> float | None:
+        """Length of the median step of all replicas; None if there was none."""
+        lasted_ns = np.concatenate(
+            [np.zeros(0), *(replica.steps.end_ns - replica.steps.start_ns for replica in self.records.replicas)]
+        )
+        return float(np.median(lasted_ns)) / NS_PER_S if len(lasted_ns) else None
 
     def text(self) -> str:
         """The summary as a table: that of ``vllm bench serve``, row by row, then what that does not show."""

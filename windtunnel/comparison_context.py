@@ -10,6 +10,7 @@ from typing import Any
 from windtunnel.reports.comparison_answer import ComparisonContext, DifferingSetting, failures
 from windtunnel.reports.context import ReportContext, ResolvedValue
 from windtunnel.scenarios.ledger import SECTION_ORDER
+from windtunnel.sim.cost.statement import sentences, shown_name
 from windtunnel.sim.metrics.comparison import ComparedRuns
 
 
@@ -32,7 +33,7 @@ def comparison_context(
     """The context of these runs; ``described`` are their settings as ``Resolved.describe`` has them, or nothing."""
     known = [each for each in described if each]
     common, differing = _settings(runs, described)
-    costs = _distinct(each["metadata"]["cost_model"] for each in known)
+    costs = _distinct(shown_name(each["metadata"]) for each in known)
     seeds = _distinct(each["seed"] for each in known)
     calibrations = [bool(each["metadata"]["cost_model_calibrated"]) for each in known]
     shared = ReportContext(
@@ -43,6 +44,7 @@ def comparison_context(
         cost_model=" / ".join(costs),
         calibrated=bool(calibrations) and all(calibrations),
         cost=known[0]["cost"] if known and all(each["cost"] == known[0]["cost"] for each in known) else {},
+        calibrated_by=tuple(_calibrated_by(runs, described)),
         resolved=common,
         seed=seeds[0] if len(seeds) == 1 else None,
         version=" / ".join(_distinct(each["windtunnel_version"] for each in known)),
@@ -101,7 +103,12 @@ def _shared_workload(known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _cautions(known: Sequence[Mapping[str, Any]], are_saved: bool) -> Iterator[str]:
-    """What makes saved runs incomparable; runs of one plan differ only as they were told to."""
+    """What makes runs incomparable; those of one plan differ only as they were told to, and in what priced them."""
+    if len({bool(each["metadata"]["cost_model_calibrated"]) for each in known}) > 1:
+        yield (
+            "Some runs are priced by a calibrated profile and others by an uncalibrated cost model, so that a part of "
+            "their difference is that of the cost models: give all of them the same one (cost = roofline)."
+        )
     if not are_saved:
         return
     if any(each["workload"] != known[0]["workload"] for each in known):
@@ -117,9 +124,22 @@ def _cautions(known: Sequence[Mapping[str, Any]], are_saved: bool) -> Iterator[s
 
 def _said(runs: ComparedRuns, described: Sequence[Mapping[str, Any]], key: str) -> Iterator[str]:
     """Remarks of the runs, each once, with the variants that they are about unless they are about all."""
+    return _once(runs, [each.get(key, ()) for each in described])
+
+
+def _calibrated_by(runs: ComparedRuns, described: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What calibrated cost models state of themselves."""
+    said = [
+        sentences(each["cost"], has_noise=bool(each["metadata"].get("step_time_noise"))) if each else ()
+        for each in described
+    ]
+    return _once(runs, [(" ".join(texts),) if texts else () for texts in said])
+
+
+def _once(runs: ComparedRuns, said: Sequence[Iterable[str]]) -> Iterator[str]:
     about: dict[str, dict[str, None]] = {}
-    for run, each in zip(runs.runs, described, strict=True):
-        for text in each.get(key, ()):
+    for run, texts in zip(runs.runs, said, strict=True):
+        for text in texts:
             about.setdefault(text, {})[run.variant] = None
     for text, names in about.items():
         yield text if len(names) == len(runs.variants) else f"{', '.join(names)}: {text}"

@@ -172,8 +172,9 @@ def _anchored(own: Mapping[str, Any], base_dir: Path) -> dict[str, Any]:
     anchored = dict(own)
     if isinstance(own.get("trace"), str):
         anchored["trace"] = str(base_dir / Path(own["trace"]).expanduser())
-    if isinstance(own.get("model"), str) and (base_dir / own["model"]).exists():
-        anchored["model"] = str(base_dir / own["model"])
+    for key in ("model", "profile"):
+        if isinstance(own.get(key), str) and (base_dir / own[key]).exists():
+            anchored[key] = str(base_dir / own[key])
     for section, key in (("cost", "path"), ("batching", "config")):
         table = own.get(section)
         if isinstance(table, Mapping) and isinstance(table.get(key), str):
@@ -236,7 +237,7 @@ def _setting_names() -> list[str]:
 
     kinds = [models for section, models in SECTIONS.items() if section != "compare"]
     names = [key for models in kinds for model in models for key in model.model_fields]
-    return list(dict.fromkeys([*names, "seed", "batching", "cost", "speculative", *KEY_OF_PARAMETER]))
+    return list(dict.fromkeys([*names, "seed", "batching", "cost", "profile", "speculative", *KEY_OF_PARAMETER]))
 
 
 def _planned(

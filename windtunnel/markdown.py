@@ -23,6 +23,7 @@ def render_markdown(records: Records, summary: Summary, context: ReportContext) 
         [f"**{said.headline}**"],
         [" ".join(said.sentences)],
         list(_origin(context)),
+        [" ".join(context.calibrated_by)],
         list(_latencies(summary)),
         list(_load(summary)),
         list(_objectives(summary)),

@@ -13,7 +13,7 @@ from windtunnel.cli.panels import PanelCommand
 
 
 class Command(NamedTuple):
-    """Where a command lives and its line in the list of commands."""
+    """Where a command lives (a function, or a Typer of several) and its line in the list of commands."""
 
     module: str
     function: str
@@ -58,6 +58,8 @@ def lazy_group(commands: dict[str, Command]) -> type[LazyGroup]:
 
 def _import_command(name: str, entry: Command) -> Any:
     function = getattr(import_module(entry.module), entry.function)
+    if isinstance(function, typer.Typer):  # a command with commands of its own
+        return typer.main.get_command(function)
     holder = typer.Typer(add_completion=False, rich_markup_mode=None)
     holder.command(name, cls=PanelCommand)(function)
     return typer.main.get_command(holder)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from windtunnel.scenarios.resolve import Resolved
 from windtunnel.scenarios.workloads.describe import describe
+from windtunnel.sim.cost.fitted import FittedCost
+from windtunnel.sim.cost.statement import sentences, shown_name, statement_of
 from windtunnel.sim.deployment.memory import KvPool
+from windtunnel.sim.engine.plan import StepShape
+from windtunnel.sim.engine.protocols import CostModel
 
 GIB = 2**30
 _WIDEST_VALUE = 44
@@ -60,8 +64,32 @@ def _memory_rows(pool: KvPool) -> list[tuple[str, str, str]]:
 
 
 def _cost(resolved: Resolved) -> str:
-    kind = "calibrated" if resolved.cost.calibrated else "NOT calibrated: compare before you rely on absolute times"
-    return f"cost model: {resolved.cost.name} ({kind})"
+    told = resolved.describe()
+    name, cost = shown_name(told["metadata"]), told["cost"]
+    if not resolved.cost.calibrated:
+        return f"cost model: {name} (NOT calibrated: compare before you rely on absolute times)"
+    lines = [f"cost model: {name} (calibrated)"]
+    lines += [f"  {text}" for text in sentences(cost, has_noise=resolved.system.noise_seed is not None)]
+    return "\n".join([*lines, *_examples(resolved.cost, cost)])
+
+
+_EXAMPLES = (
+    ("a decode of 1 request, 1,024 tokens of context", StepShape(1, 1024, 0, 0, 0, 0, 1)),
+    ("a decode of 64 requests, 1,024 tokens of context each", StepShape(64, 64 * 1024, 0, 0, 0, 0, 64)),
+    ("a prompt of 2,048 tokens", StepShape(0, 0, 1, 2048, 0, 2048 * 2049 // 2, 1)),
+)
+
+
+def _examples(cost: CostModel, described: Mapping[str, Any]) -> Iterator[str]:
+    """What the error means for steps that anybody can picture."""
+    statement = statement_of(described)
+    for what, shape in _EXAMPLES:
+        if isinstance(cost, FittedCost) and cost.extrapolates(shape):
+            yield f"  - {what}: outside of what the profile was measured at"
+            continue
+        step_s = float(cost.step_time_s(shape))
+        spread = statement.spread(step_s) if statement is not None else ""
+        yield f"  - {what}: {spread or f'{1e3 * step_s:.2f} ms'}"
 
 
 def _workload(resolved: Resolved) -> str:

@@ -45,7 +45,8 @@ def serve(
         str, _flag(_SERVER, "--executor", metavar="sim|torch|triton", help="Who runs the steps; sim by default.")
     ] = "sim",
     profile: Annotated[
-        str | None, _flag(_SERVER, "--profile", metavar="FILE", help="A profile.json that says what a step costs.")
+        str | None,
+        _flag(_SERVER, "--profile", metavar="NAME|FILE", help="Price steps by a bundled profile or a profile.json."),
     ] = None,
     cost: Annotated[
         str | None,
@@ -281,8 +282,9 @@ def _completed(flags: Mapping[str, Any], of_server: _OfServer, served: ServedMod
     if of_server.profile is not None:
         if given.get("cost") is not None:
             raise typer.BadParameter("--profile and --cost both say what a step costs: give one of them")
-        given["cost"] = f"profile:path={of_server.profile}"
-    is_priced = not of_server.is_real or given.get("cost") is not None or given.get("gpu") is not None
+        given["profile"] = of_server.profile
+    says_price = any(given.get(key) is not None for key in ("cost", "profile", "gpu"))
+    is_priced = not of_server.is_real or says_price
     if not is_priced:
         given["cost"] = _UNPRICED
     if _sizes_its_own_cache(flags, of_server):
@@ -411,6 +413,7 @@ def _run(served: ServedModel, settings: ServerSettings, host: str, port: int, *,
 
 def _tell(frontend: Any, settings: ServerSettings) -> None:
     from windtunnel.executor.server.executors import weights_source
+    from windtunnel.sim.cost.statement import sentences
 
     scheduler, cost = settings.scheduler, settings.cost
     tokens = "its own tokenizer" if frontend.tokenizer.has_real_vocabulary else "bytes as tokens"
@@ -424,6 +427,8 @@ def _tell(frontend: Any, settings: ServerSettings) -> None:
     if settings.executor == "sim" and cost is not None:
         state = "calibrated" if cost.calibrated else "uncalibrated"
         note(f"Steps are simulated by {cost.name} ({state}), {settings.speed:g} times as fast; the text is made up")
+        for sentence in sentences(cost.describe()):
+            note(sentence)
     else:
         note(f"Weights: {weights_source(frontend.loop.engine.executor)}")
         note(f"Steps are computed by the {settings.executor} executor")

@@ -250,6 +250,19 @@ def simulate(
         str | None,
         _flag(_RUN, "--cost", metavar="COST", help="What a step costs."),
     ] = None,
+    profile: Annotated[
+        str | None,
+        _flag(
+            _RUN,
+            "--profile",
+            metavar="NAME|FILE",
+            help="Price steps by this profile: a bundled one (windtunnel profiles list), or a profile.json.",
+        ),
+    ] = None,
+    noise: Annotated[
+        bool | None,
+        _flag(_RUN, "--noise/--no-noise", help="Scatter the steps' times by what the profile states."),
+    ] = None,
     slo: Annotated[
         list[str] | None,
         _flag(
@@ -310,8 +323,8 @@ def simulate(
              exponential:mean=256, geometric:mean=256 or quantiles:p50=200,p90=600,p99=1500
     PROCESS  poisson:rate=5, gamma:rate=5,burstiness=0.5, constant:rate=5, on_off:rate=20,on_s=10,off_s=50
              or ramp:start_rate=1,end_rate=20
-    COST     roofline (the default), constant:step_s=10ms, affine:base_s=5ms,token_s=20us
-             or profile:path=profile.json
+    COST     auto (the default: the bundled profile of this model on this GPU, else the roofline), roofline,
+             constant:step_s=10ms, affine:base_s=5ms,token_s=20us, profile:path=FILE or profile:name=NAME
     POLICY   continuous (the default), static:batch_size=8,batch_timeout=50ms, swap:swap_space=4GiB,
              dynamic:max_batch_size=16,max_queue_delay_microseconds=500 or dynamic:config=config.pbtxt
     DRAFTS   eagle3:num_speculative_tokens=3,acceptance=0.7 (a rate for each draft, or 0.8/0.6/0.4 for the
@@ -321,6 +334,7 @@ def simulate(
     Examples:
       windtunnel simulate chat-8b-h100
       windtunnel simulate chat-8b-h100 --max-num-seqs 64 --slo 'ttft:p99<500ms' -o runs/64
+      windtunnel simulate chat-8b-h100 --profile measured.json --noise
       windtunnel simulate --model llama-3.1-8b --gpu h100-sxm --trace trace.csv --duration 20m --rate-scale 4
       windtunnel simulate --model llama-3.1-8b --gpu l40s --num-prompts 1000 --request-rate 5
                           --input-len lognormal:mean=512,sigma=0.8 --output-len 256 --dry-run
