@@ -56,7 +56,10 @@ def num_steps(records: Records) -> int:
 WATERMARKS = (0.0, 0.02, 0.05, 0.10, 0.15)
 MEASURED = {0.0: 1065, 0.02: 400, 0.05: 187, 0.10: 168, 0.15: 168}
 """Preemptions on the real GPU."""
+PRICED = ("auto", "roofline")
+"""The bundled profile, composed from kernel tables, and the data sheet."""
 COSTS: dict[str, dict[str, Any]] = {
+    "auto": {"kind": "auto"},
     "roofline": {"kind": "roofline"},
     "affine": {"kind": "affine", "base_s": "6ms", "token_s": "20us", "seq_s": "10us"},
     "constant": {"kind": "constant", "step_s": "10ms"},
@@ -64,28 +67,33 @@ COSTS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def cascade(watermark: float, seed: int = 0, cost: str = "roofline", is_async: bool = True) -> int:
-    run = wt.simulate(
-        "closed-loop-7b-b200", watermark=watermark, seed=seed, cost=COSTS[cost], async_scheduling=is_async
-    )
-    return run.statistics.preemption.num_preemptions
+def summary(watermark: float, seed: int = 0, cost: str = "auto", is_async: bool = True) -> dict[str, Any]:
+    settings = {"watermark": watermark, "seed": seed, "cost": COSTS[cost], "async_scheduling": is_async}
+    return wt.simulate("closed-loop-7b-b200", **settings, saturation=False).summary
+
+
+def cascade(watermark: float, seed: int = 0, cost: str = "auto", is_async: bool = True) -> int:
+    return int(summary(watermark, seed, cost, is_async)["preemptions"])
+
+
+def throughput(watermark: float, cost: str) -> float:
+    """Tokens/s, the mean over three workloads: one alone does not tell 5 % from 15 %."""
+    return float(np.mean([summary(watermark, seed, cost)["output_throughput"] for seed in range(3)]))
 
 
 @pytest.mark.slow
 def test_the_cascade_has_as_many_preemptions_as_on_the_real_gpu() -> None:
-    """Means over three workloads: the real run's own draws are not known, and the counts vary by some 5 %."""
-    counts = {watermark: np.array([cascade(watermark, seed) for seed in range(3)]) for watermark in WATERMARKS}
+    """Means over five workloads: the real run's own draws are not known, and the counts vary by some 5 to 10 %."""
+    counts = {watermark: np.array([cascade(watermark, seed) for seed in range(5)]) for watermark in WATERMARKS}
     means = {watermark: float(count.mean()) for watermark, count in counts.items()}
-    assert means[0.0] == pytest.approx(MEASURED[0.0], rel=0.15)
-    assert means[0.02] == pytest.approx(MEASURED[0.02], rel=0.15)
-    assert 150 <= means[0.10] <= 200
+    assert means == pytest.approx(MEASURED, rel=0.15)
     noise = max(float(count.std(ddof=1)) for count in counts.values())
     assert all(means[more] <= means[less] + noise for less, more in pairwise(WATERMARKS))
 
 
 @pytest.mark.parametrize("watermark", [0.0, 0.02, 0.10])
 def test_the_cascade_does_not_depend_on_the_time_of_a_step(watermark: float) -> None:
-    """Not about the same number: the same one, from three cost models of quite different steps."""
+    """Not about the same number: the same one, from four cost models of quite different steps."""
     assert len({cascade(watermark, cost=cost) for cost in COSTS}) == 1
 
 
@@ -96,12 +104,22 @@ def test_the_cascade_hardly_depends_on_asynchronous_scheduling(watermark: float)
     assert counts == pytest.approx([MEASURED[watermark]] * 2, rel=0.15)
 
 
-def test_a_small_watermark_pays_and_a_large_one_does_not() -> None:
-    """Measured: throughput is highest between 2 and 5 %, ITL P99 halves at 2 %, TTFT P50 rises."""
-    none, small, large = (wt.simulate("closed-loop-7b-b200", watermark=share).summary for share in (0, 0.02, 0.15))
-    assert small["output_throughput"] > max(none["output_throughput"], large["output_throughput"])
-    assert small["p99_itl_ms"] < none["p99_itl_ms"] / 2
+@pytest.mark.parametrize("cost", PRICED)
+def test_a_small_watermark_saves_the_gap_between_tokens_and_costs_time_to_first_token(cost: str) -> None:
+    """Measured: throughput gains 5 % at 2 %, ITL P99 halves, and TTFT P50 rises with the watermark."""
+    none, small, large = (summary(share, cost=cost) for share in (0, 0.02, 0.15))
+    assert small["output_throughput"] > 1.03 * none["output_throughput"]
+    assert max(small["p99_itl_ms"], large["p99_itl_ms"]) < none["p99_itl_ms"] / 2
     assert none["median_ttft_ms"] < small["median_ttft_ms"] < large["median_ttft_ms"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cost", PRICED)
+def test_throughput_is_higher_at_a_small_watermark_than_at_a_large_one_or_at_none(cost: str) -> None:
+    """Measured: 11,582 tokens/s without, 12,167 at 5 %, which is 5.1 % more, and 11,635 at 15 %."""
+    none, small, large = (throughput(share, cost) for share in (0, 0.05, 0.15))
+    assert none < large < small
+    assert small / none == pytest.approx(12_167 / 11_582, abs=0.02)
 
 
 # --- U02: the preempt-resume loop of vLLM's pull request 37307 (5 prompts of 100,000 tokens, a pool of 444,000)
