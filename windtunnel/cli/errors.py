@@ -16,7 +16,9 @@ _CODES = {
     ("windtunnel.scenarios.errors", "ScenarioError"): EXIT_USAGE,
     ("windtunnel.scenarios.workloads.errors", "TraceError"): EXIT_UNREADABLE,
     ("windtunnel.sim.cost.profile", "ProfileError"): EXIT_UNREADABLE,
+    ("windtunnel.sim.cost.fitted", "OutsideDomain"): EXIT_USAGE,
     ("windtunnel.calibrate.step_tables", "StepTableError"): EXIT_UNREADABLE,
+    ("windtunnel.calibrate.measurements", "MeasurementError"): EXIT_USAGE,
     ("windtunnel.sim.decisions", "CaseError"): EXIT_UNREADABLE,
     ("windtunnel.sim.simulate", "RequestTooLarge"): EXIT_INFEASIBLE,
     ("windtunnel.sim.simulate", "TimeRunsOut"): EXIT_USAGE,
@@ -27,6 +29,10 @@ _CODES = {
     ("windtunnel.memory_inputs", "MemoryInputUnreadable"): EXIT_UNREADABLE,
     ("windtunnel.rundir", "OutputError"): EXIT_USAGE,
     ("windtunnel.comparison", "ProcessDied"): EXIT_USAGE,
+    ("windtunnel.validation_inputs", "ValidationInputUnreadable"): EXIT_UNREADABLE,
+    ("windtunnel.validation_inputs", "ValidationError"): EXIT_USAGE,
+    ("windtunnel.calibrate.live.client", "ServerUnreachable"): EXIT_UNREADABLE,
+    ("windtunnel.calibrate.live.reading", "UnreadableResult"): EXIT_UNREADABLE,
     ("windtunnel.rundir", "RunUnreadable"): EXIT_UNREADABLE,
 }
 
