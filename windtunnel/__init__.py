@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from windtunnel.sim.deployment.model import UnsupportedModel
     from windtunnel.sim.deployment.refusal import RefusedByVllm
     from windtunnel.sim.simulate import RequestTooLarge
+    from windtunnel.validation import Validation, validate
 
 __version__ = "0.1.0"
 
@@ -42,12 +43,14 @@ __all__ = [
     "ScenarioUnreadable",
     "TraceError",
     "UnsupportedModel",
+    "Validation",
     "compare",
     "load_run",
     "memory_plan",
     "memory_sweep",
     "profiles",
     "simulate",
+    "validate",
 ]
 
 _HOMES = {
@@ -65,12 +68,14 @@ _HOMES = {
     "ScenarioUnreadable": "windtunnel.scenarios.errors",
     "TraceError": "windtunnel.scenarios.workloads.errors",
     "UnsupportedModel": "windtunnel.sim.deployment.model",
+    "Validation": "windtunnel.validation",
     "compare": "windtunnel.comparison",
     "load_run": "windtunnel.api",
     "memory_plan": "windtunnel.memory",
     "memory_sweep": "windtunnel.memory",
     "profiles": "windtunnel.api",
     "simulate": "windtunnel.api",
+    "validate": "windtunnel.validation",
 }
 
 

@@ -1,9 +1,10 @@
-"""The HTTP interface: OpenAI's routes, vLLM's, and one of our own that swaps the executor."""
+"""The HTTP interface: OpenAI's routes, vLLM's, and our own that swap the executor and look ahead."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from windtunnel.executor.server.fork import ForkRequest
 from windtunnel.executor.server.frontend import Frontend
 from windtunnel.executor.server.generation import Generation, Piece
 from windtunnel.executor.server.metrics import HttpMetrics, exposition
@@ -54,6 +56,7 @@ def create_app(frontend: Frontend, version: str) -> Any:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         frontend.loop.start()
         yield
+        frontend.forks.close()
         await frontend.loop.stop()
 
     app = FastAPI(title="windtunnel", version=version, lifespan=lifespan)
@@ -299,7 +302,8 @@ async def version(request: Request) -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """vLLM's metrics, in Prometheus' text format."""
-    text, content_type = exposition(_frontend(request).loop.metrics, request.app.state.http_metrics)
+    frontend = _frontend(request)
+    text, content_type = exposition(frontend.loop.metrics, request.app.state.http_metrics, *frontend.more_metrics)
     return Response(text, media_type=content_type)
 
 
@@ -338,7 +342,39 @@ async def swap_executor(request: Request) -> Response:
     return _json(to_json({"kind": frontend.kind, "num_recomputed_tokens": num_tokens}))
 
 
+@router.get("/windtunnel/snapshot")
+async def snapshot(request: Request) -> Response:
+    """The engine's queues, progress and blocks between two steps."""
+    taken = await _frontend(request).forks.snapshot()
+    return _json(await asyncio.to_thread(to_json, taken))
+
+
+@router.post("/windtunnel/fork")
+async def fork(request: Request) -> Response:
+    """What the next seconds will bring, as things are or with other limits."""
+    body, frontend = await _read(request, ForkRequest), _frontend(request)
+    return _json(to_json(await frontend.forks.fork(body)))
+
+
+@router.get("/windtunnel/window")
+async def window(request: Request) -> Response:
+    """What happened between two times of the engine's clock, to be held against a fork."""
+    begin_s, end_s = (_seconds(request, name) for name in ("begin_s", "end_s"))
+    return _json(to_json(await _frontend(request).forks.window(begin_s, end_s)))
+
+
 # -- plumbing
+
+
+def _seconds(request: Request, name: str) -> float:
+    text = request.query_params.get(name)
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ApiError(f"{name} must be given as a number of seconds, got {(text or 'nothing')[:80]!r}", param=name)
+    return value
 
 
 def _frontend(request: Request) -> Frontend:

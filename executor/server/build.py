@@ -17,6 +17,7 @@ from windtunnel.executor.server.executors import Executors, ModelExecutors, WhyN
 from windtunnel.executor.server.frontend import Frontend, read_sampling_defaults
 from windtunnel.executor.server.metrics import EngineMetrics
 from windtunnel.executor.server.tokenizer import load_chat_template, load_tokenizer
+from windtunnel.executor.shadow import Drift, shadowed
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.per_request import make_scheduler
 from windtunnel.sim.engine.protocols import CostModel, Executor
@@ -73,6 +74,8 @@ class ServerSettings:
     """Tokens after which a made-up answer ends whose request sets no limit; None: it goes on to the context's end."""
     cache: Mapping[str, Any] = field(default_factory=dict)
     """Fields of vLLM's CacheConfig that this server was given, for ``vllm:cache_config_info``."""
+    shadow: CostModel | None = None
+    """Prices the steps of executors that compute a model, beside them; None is no shadow."""
 
 
 def make_frontend(model: ServedModel, settings: ServerSettings) -> Frontend:
@@ -81,7 +84,8 @@ def make_frontend(model: ServedModel, settings: ServerSettings) -> Frontend:
     Raises ExecutorUnavailable for an executor that is not there, ValueError for a model or tokenizer that cannot be
     read.
     """
-    executors = _executors(model, settings)
+    drifts: dict[str, Drift] = {}
+    executors = _executors(model, settings, drifts)
     executor = executors.get(settings.executor)
     defaults = read_sampling_defaults(model.folder, model.vocab_size)
     eos_token_ids = tuple(dict.fromkeys((*model.eos_token_ids, *defaults.eos_token_ids)))
@@ -105,6 +109,9 @@ def make_frontend(model: ServedModel, settings: ServerSettings) -> Frontend:
         defaults,
         settings.seed,
         settings.default_output_tokens,
+        cost=settings.cost,
+        shadow=settings.shadow,
+        drifts=drifts,
     )
 
 
@@ -121,12 +128,12 @@ def decoder_config(model: ServedModel) -> DecoderConfig:
         raise ValueError(f"{error}{hint}") from error
 
 
-def _executors(model: ServedModel, settings: ServerSettings) -> Executors:
+def _executors(model: ServedModel, settings: ServerSettings, drifts: dict[str, Drift]) -> Executors:
     computing = partial(_model_executors, model, settings)
     makers: dict[str, Callable[[], Executor]] = {"sim": partial(_simulated, settings)}
     why_not: dict[str, WhyNot] = {"sim": partial(_why_no_price, settings)}
     for kind in ("torch", "triton"):
-        makers[kind] = lambda kind=kind: computing().make(kind)  # type: ignore[misc]
+        makers[kind] = lambda kind=kind: _shadowed(computing().make(kind), kind, settings, drifts)  # type: ignore[misc]
         why_not[kind] = partial(_why_no_model, computing, kind)
     return Executors(makers, why_not)
 
@@ -134,6 +141,14 @@ def _executors(model: ServedModel, settings: ServerSettings) -> Executors:
 def _simulated(settings: ServerSettings) -> Executor:
     assert settings.cost is not None, "_why_no_price asks for it"
     return SimExecutor(settings.cost)
+
+
+def _shadowed(executor: Executor, kind: str, settings: ServerSettings, drifts: dict[str, Drift]) -> Executor:
+    if settings.shadow is None:
+        return executor
+    with_shadow = shadowed(executor, settings.shadow)
+    drifts[kind] = with_shadow.drift
+    return with_shadow
 
 
 def _why_no_price(settings: ServerSettings) -> str | None:

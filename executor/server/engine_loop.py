@@ -1,9 +1,9 @@
 """The engine in a thread of its own, and the hand-over between it and the asyncio side.
 
-Requests, cancellations and executors go in through a queue and are taken between two steps; tokens come out once a
-step, all requests together.  A simulated step lasts as long as the executor says: the thread sleeps until the step's
-end on the engine's clock, so that paces do not drift by what deciding and waking up cost.  Where the host cannot keep
-pace at all, the clock is put back (``PacedClock.num_slipped_ns``) instead of lagging ever more.
+Requests, cancellations, executors and questions go in through a queue and are taken between two steps; tokens come out
+once a step, all requests together.  A simulated step lasts as long as the executor says: the thread sleeps until the
+step's end on the engine's clock, so that paces do not drift by what deciding and waking up cost.  Where the host cannot
+keep pace at all, the clock is put back (``PacedClock.num_slipped_ns``) instead of lagging ever more.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from windtunnel.executor.engine import Engine, RealExecutor, StepFailed, StepOutcome
 from windtunnel.executor.engine import Sequence as EngineSequence
 from windtunnel.executor.sampling import SamplingParams
 from windtunnel.executor.server.clock import PacedClock
+from windtunnel.executor.server.history import History
 from windtunnel.executor.server.metrics import Answered, EngineMetrics
 from windtunnel.sim.engine.protocols import Executor
 from windtunnel.sim.engine.request import Request
@@ -30,6 +31,7 @@ _MAX_FAILURES = 3
 """Steps that may fail one after the other before the engine gives up."""
 
 log = logging.getLogger("windtunnel.server")
+T = TypeVar("T")
 
 
 class QueueFull(Exception):
@@ -121,7 +123,12 @@ class _Swap(NamedTuple):
     done: asyncio.Future[int]
 
 
-_Command = Job | _Abort | _Swap
+class _Look(NamedTuple):
+    look: Callable[[Engine, int], Any]
+    done: asyncio.Future[Any]
+
+
+_Command = Job | _Abort | _Swap | _Look
 
 
 class EngineLoop:
@@ -140,12 +147,14 @@ class EngineLoop:
         self.metrics = metrics
         self.speed = speed
         self.clock = PacedClock()
+        self.history = History()
+        """What the engine did lately; the engine thread's, see ``look``."""
         self.failure: str | None = None
         """Why the engine gave up, if it did."""
         self._max_num_reqs = max_num_queued_reqs
         self._max_num_tokens = max_num_queued_tokens
         self._jobs: dict[Job, None] = {}  # submitted and not over; the event loop's
-        self._swaps: set[asyncio.Future[int]] = set()
+        self._awaited: set[asyncio.Future[Any]] = set()
         self._num_prefill_tokens = 0
         self._num_submitted = 0
         self._inbox: deque[_Command] = deque()
@@ -209,12 +218,26 @@ class EngineLoop:
 
         Raises ValueError if it cannot, EngineDead if nothing can be served.
         """
-        self._check_alive()
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._swaps.add(done)
-        done.add_done_callback(self._swaps.discard)
+        done: asyncio.Future[int] = self._future()
         self._send(_Swap(executor, done))
         return await done
+
+    async def look(self, look: Callable[[Engine, int], T]) -> T:
+        """What ``look(engine, now_ns)`` returns, called by the engine's thread between two steps.
+
+        The engine waits for it.  Raises what it raises, and EngineDead if nothing can be served.
+        """
+        done: asyncio.Future[T] = self._future()
+        self._send(_Look(look, done))
+        return await done
+
+    def _future(self) -> asyncio.Future[Any]:
+        """One that is told if the engine gives up."""
+        self._check_alive()
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._awaited.add(done)
+        done.add_done_callback(self._awaited.discard)
+        return done
 
     def _check_alive(self) -> None:
         if self.failure is not None:
@@ -288,7 +311,7 @@ class EngineLoop:
         """From here on nothing is taken in; who waits is told."""
         self.failure = message
         self._deliver([(job, Delta((), "error", error=message, error_status=status)) for job in list(self._jobs)])
-        for done in list(self._swaps):
+        for done in list(self._awaited):
             _set_exception(done, EngineDead(message))
         self._inbox.clear()
 
@@ -318,6 +341,8 @@ class EngineLoop:
                 self._add(command)
             elif isinstance(command, _Abort):
                 self._abort(command)
+            elif isinstance(command, _Look):
+                self._look(command, begin_ns)
             else:
                 self._swap(command)
             inbox.popleft()
@@ -337,6 +362,7 @@ class EngineLoop:
             self._post([(job, Delta((), error=str(error), error_status=400))])
             return
         job.request = sequence.request
+        self.history.add(sequence)
         self._sequences[job] = sequence
         self._job_of[sequence] = job
 
@@ -346,6 +372,7 @@ class EngineLoop:
             return
         del self._job_of[sequence]
         self.engine.abort(sequence, command.finish_reason)
+        self._end(sequence)
 
     def _swap(self, command: _Swap) -> None:
         try:
@@ -356,6 +383,14 @@ class EngineLoop:
             return
         self._set_pace()
         self._call(_set_result, command.done, num_tokens)
+
+    def _look(self, command: _Look, now_ns: int) -> None:
+        try:
+            found = command.look(self.engine, now_ns)
+        except Exception as error:
+            self._call(_set_exception, command.done, error)
+            return
+        self._call(_set_result, command.done, found)
 
     def _set_pace(self) -> None:
         is_real = isinstance(self.engine.executor, RealExecutor)
@@ -376,6 +411,7 @@ class EngineLoop:
         self._num_failures = 0
         end_ns = self._wait_for_end(outcome)
         self.metrics.take_step(self.engine, outcome)
+        self.history.take_step(self.engine, outcome, end_ns)
         self._post(self._deltas(outcome), end_ns)
         return end_ns
 
@@ -399,7 +435,11 @@ class EngineLoop:
             deltas.append((job, Delta(token_ids, reason, sequence.stop_reason, sequence.request.num_cached_tokens)))
             if reason is not None:
                 del self._job_of[sequence], self._sequences[job]
+                self._end(sequence)
         return deltas
+
+    def _end(self, sequence: EngineSequence) -> None:
+        self.history.end(sequence, self.engine.scheduler.config.block_size)
 
     def _take_failure(self, failure: StepFailed) -> None:
         log.error("%s", failure, exc_info=failure.__cause__)
@@ -408,6 +448,7 @@ class EngineLoop:
         for sequence in failure.sequences:
             job = self._job_of.pop(sequence)
             del self._sequences[job]
+            self._end(sequence)
             deltas.append((job, Delta((), "error", error=str(failure))))
         self._post(deltas)
         self.metrics.take_load(self.engine)
@@ -436,11 +477,11 @@ class EngineLoop:
             log.debug("the event loop is closed")
 
 
-def _set_result(future: asyncio.Future[int], value: int) -> None:
+def _set_result(future: asyncio.Future[Any], value: object) -> None:
     if not future.done():
         future.set_result(value)
 
 
-def _set_exception(future: asyncio.Future[int], error: Exception) -> None:
+def _set_exception(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)

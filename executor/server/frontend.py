@@ -16,6 +16,7 @@ from windtunnel.executor.model_files import read_generation_config
 from windtunnel.executor.sampling import SamplingParams
 from windtunnel.executor.server.engine_loop import EngineDead, EngineLoop, QueueFull
 from windtunnel.executor.server.executors import Executors, ExecutorUnavailable, weights_source
+from windtunnel.executor.server.fork import Forks
 from windtunnel.executor.server.generation import Generation, Stops
 from windtunnel.executor.server.protocol import (
     ApiError,
@@ -28,6 +29,8 @@ from windtunnel.executor.server.protocol import (
     unavailable,
 )
 from windtunnel.executor.server.tokenizer import ChatTemplate, Tokenizer
+from windtunnel.executor.shadow import Drift, ShadowMetrics
+from windtunnel.sim.engine.protocols import CostModel
 
 _LONG_TEXT_CHARS = 20_000
 """Texts from here on are tokenised in a thread, so that other requests need not wait."""
@@ -79,6 +82,12 @@ class Frontend:
     default_output_tokens: int | None = None
     """Tokens after which a made-up answer ends whose request sets no limit; None: it goes on to the context's end."""
     created_s: int = field(default_factory=lambda: int(time.time()))
+    cost: CostModel | None = None
+    """Prices the steps of forks."""
+    shadow: CostModel | None = None
+    """The same while a model is computed."""
+    drifts: dict[str, Drift] = field(default_factory=dict)
+    """How far the shadow is off, by kind of executor."""
 
     def __post_init__(self) -> None:
         self._seeds = random.Random(self.seed)
@@ -86,6 +95,8 @@ class Frontend:
         config = self.loop.engine.scheduler.config
         self.max_model_len = config.max_model_len
         self._has_priorities = config.policy == "priority"
+        self.forks = Forks(self.loop, self.cost, self.shadow)
+        self.more_metrics = () if self.shadow is None else (ShadowMetrics(self.drifts),)
 
     @property
     def model_name(self) -> str:

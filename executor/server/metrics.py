@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from windtunnel.executor import engine as core
 
@@ -344,7 +344,14 @@ class HttpMetrics:
         yield _family(self._highr, {})
 
 
-def exposition(*collectors: EngineMetrics | HttpMetrics) -> tuple[bytes, str]:
+class Collector(Protocol):
+    """Something that has metrics."""
+
+    def collect(self) -> Iterator[Any]:
+        """The families, as ``prometheus_client`` registries ask for them."""
+
+
+def exposition(*collectors: Collector) -> tuple[bytes, str]:
     """The text of ``/metrics`` and its content type."""
     from prometheus_client import CollectorRegistry
     from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest

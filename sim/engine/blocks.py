@@ -13,9 +13,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 _BLANK, _CACHED, _FINDABLE = range(3)
 """Kinds of runs: without a full prefix, with one that nobody can look for, with one that is in the index."""
+
+
+class PoolState(NamedTuple):
+    """All that a pool knows, as plain data."""
+
+    num_blocks: int
+    num_ids: int
+    """Block numbers are below it; more than ``num_blocks`` where blocks were withdrawn."""
+    caching: bool
+    unhashed_first: bool
+    blank: Sequence[int]
+    """The stack ahead of the queue; the next one out is the last."""
+    runs: Sequence[tuple[int, Sequence[int]]]
+    """The queue: (kind, blocks) of each run, the next one out last; 0 is blank, 1 cached, 2 cached and in the index."""
+    keys: Sequence[tuple[int, int]]
+    """(block, key) of the blocks in the index, in the order in which they were registered."""
+    extra_holders: Sequence[tuple[int, int]]
+    """(block, holders less one) of the blocks with more than one holder."""
 
 
 class BlockPool:
@@ -35,6 +54,7 @@ class BlockPool:
         "_key_of",
         "_num_blank_queued",
         "_num_entries",
+        "_num_ids",
         "_num_queued",
         "_queue",
         "_run_of",
@@ -49,6 +69,7 @@ class BlockPool:
         self.unhashed_first = unhashed_first
         """Whether released blocks without a full prefix go to the front of the free queue (since vLLM 0.24)."""
         self._blank = list(range(num_blocks - 1, 0, -1))  # the next one out is the last
+        self._num_ids = num_blocks  # numbers that blocks have ever had
         # The other free blocks: runs, each with the next one out last.  A findable block that was held again leaves
         # a stale entry behind; it is valid only in the run that _run_of names.
         self._queue: deque[tuple[list[int], int]] = deque()  # (blocks, their kind)
@@ -59,6 +80,54 @@ class BlockPool:
         self._key_of: dict[int, int] = {}
         self._index: dict[int, int | list[int]] = {}  # one block, or several that were computed twice, oldest first
         self._extra_holders: dict[int, int] = {}  # held blocks with more than one holder: holders less one
+
+    @classmethod
+    def from_state(cls, state: PoolState) -> BlockPool:
+        """A pool that goes on as the one would whose ``state`` it is."""
+        pool = cls(state.num_blocks, state.caching, unhashed_first=state.unhashed_first)
+        pool._num_ids = state.num_ids
+        pool._blank = list(state.blank)
+        for kind, blocks in state.runs:
+            run = list(blocks)
+            pool._queue.append((run, kind))
+            pool._num_queued += len(run)
+            if kind == _BLANK:
+                pool._num_blank_queued += len(run)
+            elif kind == _FINDABLE:
+                pool._run_of.update(dict.fromkeys(run, run))
+        pool._num_entries = pool._num_queued
+        for block, key in state.keys:
+            pool.register((block,), (key,))
+        pool._extra_holders = dict(state.extra_holders)
+        return pool
+
+    def state(self) -> PoolState:
+        """A copy of all that it knows."""
+        runs = [(kind, list(self._valid(run, kind))[::-1]) for run, kind in self._queue]
+        return PoolState(
+            self.num_blocks,
+            self._num_ids,
+            self.caching,
+            self.unhashed_first,
+            self._blank.copy(),
+            [(kind, run) for kind, run in runs if run],
+            list(self._key_of.items()),
+            list(self._extra_holders.items()),
+        )
+
+    def extend(self, count: int) -> None:
+        """Add ``count`` new blocks, which are handed out after the blank ones that are there."""
+        self._blank[:0] = range(self._num_ids + count - 1, self._num_ids - 1, -1)
+        self._num_ids += count
+        self.num_blocks += count
+
+    def withdraw(self, count: int) -> None:
+        """Take ``count`` free blocks out for good, in the order in which they would be handed out.
+
+        The numbers of those that stay remain what they are.
+        """
+        self.take(count)
+        self.num_blocks -= count
 
     @property
     def num_free(self) -> int:

@@ -33,6 +33,11 @@ class PrivateKeys:
     def __init__(self, stream: int) -> None:
         self._base = stream << STREAM_BITS
 
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(number of the first block behind the piece, key of its block 0 if it had one) in order."""
+        return ((1 << STREAM_BITS, self._base),)
+
     def between(self, first: int, last: int) -> range:
         """Keys of the full blocks first … last - 1."""
         return range(self._base + first, self._base + last)
@@ -57,6 +62,19 @@ class StreamKeys:
         pieces.append((1 << STREAM_BITS, own_stream << STREAM_BITS))
         self._pieces = tuple(pieces)
 
+    @classmethod
+    def from_pieces(cls, pieces: Sequence[tuple[int, int]]) -> StreamKeys:
+        """Those that have these ``pieces``."""
+        keys = cls((), 0, 1)
+        keys._pieces = tuple(pieces)
+        keys.num_shared_blocks = pieces[-2][0] if len(pieces) > 1 else 0
+        return keys
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(number of the first block behind the piece, key of its block 0 if it had one) in order."""
+        return self._pieces
+
     def between(self, first: int, last: int) -> Sequence[int]:
         """Keys of the full blocks first … last - 1."""
         keys: list[int] = []
@@ -70,6 +88,41 @@ class StreamKeys:
                 keys.extend(range(base + first, base + behind))
                 first = behind
         return keys
+
+
+class ListedKeys:
+    """Keys of which the first are known one by one; those behind them belong to this request alone.
+
+    What remains of a request's keys once its tokens are left behind (``sim.engine.snapshot``).
+    """
+
+    __slots__ = ("known", "may_look_up", "num_shared_blocks", "own_base")
+
+    def __init__(
+        self,
+        known: Sequence[int],
+        own_base: int,
+        num_shared_blocks: int = 1 << STREAM_BITS,
+        *,
+        may_look_up: bool = True,
+    ) -> None:
+        """Block ``i`` behind the known ones has the key ``own_base + i``.
+
+        ``may_look_up`` is False for a request that must compute its whole prompt.
+        """
+        self.known = known
+        self.own_base = own_base
+        self.num_shared_blocks = num_shared_blocks
+        self.may_look_up = may_look_up
+
+    def between(self, first: int, last: int) -> Sequence[int]:
+        """Keys of the full blocks first … last - 1."""
+        num_known = len(self.known)
+        if first >= num_known:
+            return range(self.own_base + first, self.own_base + last)
+        if last <= num_known:
+            return self.known[first:last]
+        return [*self.known[first:], *range(self.own_base + num_known, self.own_base + last)]
 
 
 class TokenKeys:

@@ -20,6 +20,7 @@ _CODES = {
     ("windtunnel.calibrate.step_tables", "StepTableError"): EXIT_UNREADABLE,
     ("windtunnel.calibrate.measurements", "MeasurementError"): EXIT_USAGE,
     ("windtunnel.sim.decisions", "CaseError"): EXIT_UNREADABLE,
+    ("windtunnel.sim.engine.snapshot_json", "SnapshotError"): EXIT_UNREADABLE,
     ("windtunnel.sim.simulate", "RequestTooLarge"): EXIT_INFEASIBLE,
     ("windtunnel.sim.simulate", "TimeRunsOut"): EXIT_USAGE,
     ("windtunnel.sim.deployment.memory", "InfeasibleDeployment"): EXIT_INFEASIBLE,

@@ -8,7 +8,8 @@ code  meaning
 2     usage or configuration: an unknown flag or key, a value out of range, an output that cannot be written
 3     unreadable input: a file that is missing, empty or malformed
 4     infeasible deployment: the model does not fit the GPU, or a request does not fit the KV cache
-99    the run finished, and an objective of --slo was missed
+5     windtunnel diff: the two decided differently
+99    the run finished, and an objective of --slo or a limit of --max-error was missed
 130   interrupted (Ctrl-C)
 ====  =============================================================================================================
 """
@@ -31,9 +32,14 @@ from windtunnel.cli.output import silence_stdout
 COMMANDS = {
     "simulate": Command("windtunnel.cli.simulate", "simulate", "Run a workload through a simulated deployment."),
     "serve": Command("windtunnel.cli.serve", "serve", "Serve OpenAI clients: a mock deployment, or a real engine."),
+    "fork": Command("windtunnel.cli.fork", "fork", "Look ahead: simulate a running engine's next seconds."),
     "memory": Command("windtunnel.cli.memory", "memory", "Plan GPU memory: the KV cache, and whether vLLM starts."),
+    "measure": Command("windtunnel.cli.measure", "measure", "Measure step times on this machine, for fit."),
     "fit": Command("windtunnel.cli.fit", "fit", "Fit a cost profile to measured steps, and state its error."),
     "compare": Command("windtunnel.cli.compare", "compare", "Compare variants on one workload, or saved runs."),
+    "validate": Command("windtunnel.cli.validate", "validate", "Lay a prediction beside a live run: errors, and why."),
+    "diff": Command("windtunnel.cli.diff", "diff", "Find the first step that two schedulers decide differently."),
+    "explain": Command("windtunnel.cli.explain", "explain", "Say why a result is as it is, and what to turn."),
     "report": Command("windtunnel.cli.report", "report", "Turn a saved run into one HTML file or Markdown."),
     "trace": Command("windtunnel.cli.trace", "trace", "Turn a saved run into a Perfetto / Chrome trace."),
     "decisions": Command(
@@ -42,6 +48,7 @@ COMMANDS = {
     "scenarios": Command("windtunnel.cli.lists", "scenarios", "List the scenarios that come with windtunnel."),
     "models": Command("windtunnel.cli.lists", "models", "List the bundled models."),
     "gpus": Command("windtunnel.cli.lists", "gpus", "List the known GPUs."),
+    "profiles": Command("windtunnel.cli.profiles", "app", "List, show and compare cost profiles."),
     "workload": Command("windtunnel.cli.workload", "workload", "Describe a request trace."),
     "schema": Command(
         "windtunnel.cli.lists", "schema", "Print every key of a scenario file, as JSON Schema or tables."
@@ -49,7 +56,7 @@ COMMANDS = {
 }
 
 EPILOG = """Exit codes: 0 ok, 1 internal error, 2 usage or configuration, 3 unreadable input,
-4 infeasible deployment, 99 SLO breached, 130 interrupted."""
+4 infeasible deployment, 5 diff: they differ, 99 SLO or --max-error breached, 130 interrupted."""
 
 app = typer.Typer(
     cls=lazy_group(COMMANDS),

@@ -14,11 +14,12 @@ from windtunnel.cli.output import note, warn
 if TYPE_CHECKING:
     from windtunnel.executor.server.build import ServedModel, ServerSettings
     from windtunnel.scenarios.resolve import Resolved
+    from windtunnel.sim.engine.protocols import CostModel
 
 _SERVER, _DEPLOYMENT, _ENGINE = "Server", "Deployment", "Engine (vLLM's flags)"
 _OF_THE_SERVER = (
     *("model_tag", "executor", "profile", "speed", "host", "port", "served_model_name", "num_threads"),
-    *("disable_uvicorn_access_log", "default_output_tokens"),
+    *("disable_uvicorn_access_log", "default_output_tokens", "shadow"),
 )
 """Parameters that are no keys of a scenario."""
 _ONE_TOKEN = {"num_requests": 1, "input": 1, "output": 1}
@@ -51,6 +52,15 @@ def serve(
     cost: Annotated[
         str | None,
         _flag(_SERVER, "--cost", metavar="COST", help="The same as text: constant:step_s=20ms; see simulate."),
+    ] = None,
+    shadow: Annotated[
+        str | None,
+        _flag(
+            _SERVER,
+            "--shadow",
+            metavar="NAME|FILE",
+            help="While a model is computed: price each step by this profile beside it and tell the drift in /metrics.",
+        ),
     ] = None,
     speed: Annotated[
         float, _flag(_SERVER, "--speed", metavar="X", help="Simulated steps pass X times as fast; 1 by default.")
@@ -175,7 +185,7 @@ def serve(
     flags = {name: value for name, value in ctx.params.items() if name not in _OF_THE_SERVER and value is not None}
     flags["model"] = _one_model(model, model_tag)
     try:
-        of_server = _OfServer(executor, profile, speed, num_threads, default_output_tokens)
+        of_server = _OfServer(executor, profile, speed, num_threads, default_output_tokens, shadow)
         served, settings = _plan(flags, of_server, served_model_name or [])
         _run(served, settings, host, port, access_log=not disable_uvicorn_access_log)
     except ValueError as error:
@@ -208,6 +218,7 @@ class _OfServer(NamedTuple):
     speed: float
     num_threads: int | None
     default_output_tokens: int
+    shadow: str | None = None
 
     @property
     def is_real(self) -> bool:
@@ -238,8 +249,19 @@ def _plan(flags: Mapping[str, Any], of_server: _OfServer, names: list[str]) -> t
         resolved.system.max_num_queued_tokens,
         of_server.default_output_tokens or None,
         _cache_fields(flags, of_server, resolved),
+        _shadow(of_server.shadow),
     )
     return served, settings
+
+
+def _shadow(name: str | None) -> CostModel | None:
+    """The cost model that runs beside.  Raises typer.BadParameter for one that cannot be read."""
+    from windtunnel.sim.cost.lookup import load_named
+
+    try:
+        return None if name is None else load_named(name).cost
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--shadow") from error
 
 
 def _check(of_server: _OfServer) -> None:
@@ -362,6 +384,8 @@ def _tell_of_what_has_no_effect(flags: Mapping[str, Any], of_server: _OfServer, 
             )
         if flags.get("gpu_memory_utilization") is not None and not has_gpu:
             warn("--gpu-memory-utilization has no effect without --gpu: --kv-cache-memory-bytes sizes the cache")
+    elif of_server.shadow is not None:
+        warn("--shadow has no effect on simulated steps: it is for --executor torch or triton, once one is swapped in")
     if of_server.num_threads is not None and executor == "triton":
         warn("--num-threads has no effect on the triton executor: it is for --executor torch")
 
