@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_the_options_have_defaults_and_come_from_their_own_section() -> None:
         ({"flush_steps": 0}, r"flush_steps must be a whole number of at least 1, got 0"),
         ({"flush_steps": True}, r"flush_steps must be .*, got True"),
         ({"scheduler": "Scheduler"}, r"scheduler must be a class as module\.Class"),
-        ({"path": "x"}, r"unknown path: allowed are directory, flush_steps, scheduler"),
+        ({"detail": "yes"}, r"detail must be true or false, got 'yes'"),
+        ({"path": "x"}, r"unknown path: allowed are directory, flush_steps, scheduler, detail"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value_and_range(wrong: dict[str, Any], message: str) -> None:
@@ -130,6 +132,9 @@ def test_a_prompt_of_one_token_is_a_prefill() -> None:
 class Decides:
     """A scheduler with three steps in it, one of which computes nothing."""
 
+    def add_request(self, request: Any) -> None:
+        self.waiting.append(request.request_id)
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self.running: list[str] = ["a"]
         self.waiting: list[str] = []
@@ -179,6 +184,32 @@ def test_steps_that_compute_something_are_recorded(tmp_path: Path) -> None:
     assert list(table["num_preempted"]) == [0, 1]
     assert list(table["num_free_blocks"]) == [5, 5]
     assert (table["recorder_s"] > 0).all()
+
+
+def test_with_details_each_step_names_its_requests_and_those_queued_before_it(tmp_path: Path) -> None:
+    decides = scheduler(tmp_path, detail=True)
+    begin_ns = time.monotonic_ns()
+    arrival = SimpleNamespace(request_id="a", num_prompt_tokens=4, arrival_time=time.time() - 1.0)
+    decides.add_request(arrival)
+    run_all(decides)
+    decides.shutdown()
+    (path,) = tmp_path.iterdir()
+    first, last = (json.loads(line) for line in path.read_text().splitlines()[1:])
+    assert (first["requests"], first["preempted"]) == ([["a", 4, 0]], [])
+    assert (last["requests"], last["preempted"], last["added"]) == ([["a", 1, 4]], ["c"], [])
+    ((name, num_prompt, arrival_ns, added_ns),) = first["added"]
+    assert (name, num_prompt) == ("a", 4)
+    assert begin_ns <= added_ns <= first["schedule_begin_ns"]
+    assert added_ns - arrival_ns == pytest.approx(1e9, abs=5e7)
+    assert read_recorded_steps(path).num_steps == 2
+
+
+def test_without_details_a_step_has_the_columns_and_nothing_else(tmp_path: Path) -> None:
+    decides = scheduler(tmp_path)
+    run_all(decides)
+    decides.shutdown()
+    (path,) = tmp_path.iterdir()
+    assert [tuple(json.loads(line)) for line in path.read_text().splitlines()[1:]] == [COLUMNS] * 2
 
 
 def test_what_was_written_is_there_once_the_engine_is_idle(tmp_path: Path) -> None:

@@ -19,15 +19,19 @@ _HOME = {
     "VllmSimExecutor": "sim_executor",
     "VirtualClock": "clock",
     "RecordingScheduler": "recorder",
+    "SnapshotScheduler": "fork",
+    "VllmStepper": "stepper",
 }
 
 __all__ = [
     "DecisionsDiffer",
     "RecordingScheduler",
+    "SnapshotScheduler",
     "VirtualClock",
     "VllmScheduler",
     "VllmSchedulerChecked",
     "VllmSimExecutor",
+    "VllmStepper",
 ]
 
 

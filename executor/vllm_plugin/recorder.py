@@ -24,12 +24,15 @@ from typing import Any, NamedTuple
 
 from windtunnel.executor.vllm_plugin.recording import (
     UNKNOWN,
+    Added,
     StepComposer,
+    StepDetail,
     StepLog,
     StepState,
     StepTimes,
     clocks,
     num_drafts,
+    step_requests,
 )
 from windtunnel.executor.vllm_plugin.section import Section
 
@@ -51,12 +54,15 @@ class RecorderOptions:
     """The file is brought up to date after this many steps, and whenever the engine runs out of requests."""
     scheduler: str | None = None
     """The scheduler that decides, as ``module.Class``; None is the one vLLM would take by itself."""
+    detail: bool = False
+    """Whether each step also names its requests, those it preempted, and those queued since the step before."""
 
     def __post_init__(self) -> None:
         SECTION.check("directory", self.directory, _is_text(self.directory), "a path")
         SECTION.check("flush_steps", self.flush_steps, _is_count(self.flush_steps), "a whole number of at least 1")
         is_path = self.scheduler is None or (_is_text(self.scheduler) and "." in self.scheduler.strip("."))
         SECTION.check("scheduler", self.scheduler, is_path, "a class as module.Class, or left out for vLLM's own")
+        SECTION.check("detail", self.detail, isinstance(self.detail, bool), "true or false")
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> RecorderOptions:
@@ -102,7 +108,20 @@ class RecordingScheduler:
         self._composer = StepComposer()
         self._decided: deque[_Decided] = deque()
         self._recorder_ns = 0  # spent on recording since the last line
+        self._added: list[Added] | None = [] if options.detail else None  # since the last line
         logger.info("windtunnel records the steps of this engine to %s", path)
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Queue a request, and note when."""
+        answer = super().add_request(request, *args, **kwargs)  # type: ignore[misc]
+        if self._added is not None and self.step_log is not None:
+            begin_ns = time.monotonic_ns()
+            try:
+                self._added.append(_added(request, begin_ns))
+            except Exception as error:  # whatever it is, serving goes on
+                self._stop(error)
+            self._recorder_ns += time.monotonic_ns() - begin_ns
+        return answer
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """The decision of the scheduler, and when it was made."""
@@ -143,10 +162,16 @@ class RecordingScheduler:
         shape = self._composer.shape(output)
         if output.total_num_scheduled_tokens:
             times = StepTimes(decided.begin_ns, decided.end_ns, decided.handed_over_ns, begin_ns, end_ns)
-            log.write(times, shape, num_drafts(output), decided.state, self._recorder_ns)
+            log.write(times, shape, num_drafts(output), decided.state, self._recorder_ns, self._detail(output))
             self._recorder_ns = 0
         if not any(_counts(self)):
             log.flush()
+
+    def _detail(self, output: Any) -> StepDetail | None:
+        if self._added is None:
+            return None
+        added, self._added = self._added, []
+        return StepDetail(step_requests(output), sorted(getattr(output, "preempted_req_ids", None) or ()), added)
 
     def _stop(self, error: Exception) -> None:
         cause = f"{type(error).__name__}: {error}"
@@ -192,6 +217,12 @@ def _scheduler_class(vllm_config: Any) -> type[Any]:
 
 
 # ------------------------------------------------------------------ what the scheduler tells
+
+
+def _added(request: Any, now_ns: int) -> Added:
+    """The request, with its arrival, which vLLM has by the time of day, on the clock of the steps."""
+    arrival_ns = round(request.arrival_time * 1e9) - time.time_ns() + now_ns
+    return Added(request.request_id, request.num_prompt_tokens, arrival_ns, now_ns)
 
 
 def _state(scheduler: Any, output: Any) -> StepState:

@@ -1,7 +1,7 @@
 """The file in which the steps of a real vLLM are recorded: what is in it, and how it is written.
 
 The first line is an object that says where the recording comes from; each further line is an object for one step, with
-the fields of ``COLUMNS``.  Needs no vLLM.
+the fields of ``COLUMNS`` and, if details are recorded, those of ``StepDetail``.  Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -49,7 +49,29 @@ COLUMNS = ("step", *StepTimes._fields, *StepShape._fields, "num_drafts", *StepSt
 """Fields of a line, all whole numbers: ``num_drafts`` are draft tokens that the step verifies, ``recorder_ns`` is the
 time that recording took since the line before."""
 
-_LINE = "{" + ",".join(f'"{name}":%d' for name in COLUMNS) + "}\n"
+_NUMBERS = "{" + ",".join(f'"{name}":%d' for name in COLUMNS)
+
+
+class Added(NamedTuple):
+    """A request as the scheduler queued it."""
+
+    request_id: str
+    num_prompt_tokens: int
+    arrival_ns: int
+    """When the API server had it, on the clock of the steps."""
+    added_ns: int
+    """When it was queued."""
+
+
+class StepDetail(NamedTuple):
+    """Who is in a step, for recordings that tell it; all of it as JSON has it."""
+
+    requests: list[tuple[str, int, int]]
+    """(id, tokens, tokens computed before) of each request, in the order of the decision."""
+    preempted: list[str]
+    """Requests that the decision preempted."""
+    added: list[Added]
+    """Requests queued since the line before."""
 
 
 class StepComposer:
@@ -106,6 +128,14 @@ class StepComposer:
         return StepShape(decodes, context, chunks, tokens, cached, pairs, sampled)
 
 
+def step_requests(output: Any) -> list[tuple[str, int, int]]:
+    """(id, tokens, tokens computed before) of each request in the step of this SchedulerOutput, in its order."""
+    cached = output.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
+    return [(request_id, num, before[request_id]) for request_id, num in output.num_scheduled_tokens.items()]
+
+
 def num_drafts(output: Any) -> int:
     """Draft tokens that the step of this SchedulerOutput verifies."""
     return sum(map(len, output.scheduled_spec_decode_tokens.values()))
@@ -135,9 +165,19 @@ class StepLog:
         self._file.flush()
         atexit.register(self.close)
 
-    def write(self, times: StepTimes, shape: StepShape, num_drafts: int, state: StepState, recorder_ns: int) -> None:
+    def write(
+        self,
+        times: StepTimes,
+        shape: StepShape,
+        num_drafts: int,
+        state: StepState,
+        recorder_ns: int,
+        detail: StepDetail | None = None,
+    ) -> None:
         """Append a step; its number follows from the order."""
-        self._file.write(_LINE % (self.num_steps, *times, *shape, num_drafts, *state, recorder_ns))
+        told = "" if detail is None else "," + json.dumps(detail._asdict(), separators=(",", ":"))[1:-1]
+        numbers = _NUMBERS % (self.num_steps, *times, *shape, num_drafts, *state, recorder_ns)
+        self._file.write(f"{numbers}{told}}}\n")
         self.num_steps += 1
         if self.num_steps % self._flush_steps == 0:
             self._file.flush()
