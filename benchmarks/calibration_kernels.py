@@ -6,8 +6,8 @@ PROFILES is a folder of LLMServingSim's profiles (RTX 4090, RTX PRO 6000), STEPS
 (Qwen3-32B).  Three comparisons:
 
 a. composed steps against the profiles' own mixed shapes that were left out of the fit of attention;
-b. steps composed from aiconfigurator-core's tables of B300 against real vLLM steps, without a host term and with one
-   that was learned from the other tensor parallelisms;
+b. steps composed from aiconfigurator-core's tables of B300 against real vLLM steps, without a host term, with one that
+   was learned from the other tensor parallelisms, and with clocks under load and the part of prompts as on one card;
 c. the two makers' tables of RTX PRO 6000 against each other.
 
 Writes kernels_composed.json and .md; with --learn also calibrate/data/host.json, the host term learned from all steps.
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from benchmarks.calibration_b300 import SIZES, b300_table
 from windtunnel.calibrate.aiconfigurator import read_tables
-from windtunnel.calibrate.host import NO_HOST, Comparison, HostOverhead, fit_host
+from windtunnel.calibrate.host import NO_HOST, Comparison, HostOverhead, fit_host, host_of_others, learn_host
 from windtunnel.calibrate.kernel_attention import Attention, fit_attention
 from windtunnel.calibrate.kernel_tables import KernelTables, Rows, read_profiled
 from windtunnel.calibrate.operators import OperatorModel
@@ -47,7 +47,7 @@ SEEDS = 5
 HOST_FILE = Path(__file__).resolve().parent.parent / "calibrate" / "data" / "host.json"
 HOST_SOURCE = (
     "real vLLM 0.20 steps of Qwen3-32B on B300 (TP 1, 2, 4, 8; Dynamo's forward-pass metrics), less their kernels as "
-    "composed from aiconfigurator-core 0.12"
+    "composed from aiconfigurator-core 0.12; prefill_s and clocks_share from those of TP 1"
 )
 
 
@@ -168,24 +168,25 @@ def against_real_steps(path: Path) -> tuple[dict[str, Any], HostOverhead]:
     tables, model = read_tables("B300"), load_model("Qwen3-32B")
     comparisons, rests_on = {}, {}
     for size in SIZES:
-        table = b300_table(path, size)
-        composed = OperatorModel(model, "B300", size, tables, host=NO_HOST)
-        comparisons[size] = Comparison(table.shapes, composed.step_times_s(table.shapes), table.step_s)
+        composed, table = OperatorModel(model, "B300", size, tables, host=NO_HOST), b300_table(path, size)
+        comparisons[size] = composed.beside(table.shapes, table.step_s)
         rests_on[str(size)] = composed.describe()
     result: dict[str, Any] = {"gpu": "B300", "model": model.name, "composition": rests_on["8"], "by_size": {}}
     pooled = []
     for size, comparison in comparisons.items():
-        others = fit_host([each for other, each in comparisons.items() if other != size], HOST_SOURCE)
-        pooled.append((comparison.kernel_s + others.step_s(comparison.shapes)) / comparison.step_s - 1.0)
+        others = host_of_others(comparisons, size, HOST_SOURCE)
+        plain = fit_host([each for other, each in comparisons.items() if other != size], HOST_SOURCE)
+        pooled.append(comparison.with_host_s(others) / comparison.step_s - 1.0)
         result["by_size"][str(size)] = {
             "kernels_only": _by_regime(comparison, NO_HOST),
+            "host_of_other_sizes_without_clocks": _by_regime(comparison, plain),
             "host_of_other_sizes": _by_regime(comparison, others),
-            "host_s": {"base_s": others.base_s, "seq_s": others.seq_s, "prefill_s": others.prefill_s},
+            "host_s": {name: getattr(others, name) for name in ("base_s", "seq_s", "prefill_s", "clocks_share")},
         }
     result["stated_error"] = _stated(np.abs(np.concatenate(pooled)))
     warm = {str(size): _warm(model, size, tables, comparisons[size]) for size in SIZES}
     result["without_cold_corrections"] = warm
-    return result, fit_host(list(comparisons.values()), HOST_SOURCE)
+    return result, learn_host(comparisons, HOST_SOURCE)
 
 
 def _stated(relative: NDArray[Any]) -> dict[str, Any]:
@@ -204,7 +205,7 @@ def _warm(model: Any, size: int, tables: KernelTables, comparison: Comparison) -
 
 
 def _by_regime(comparison: Comparison, host: HostOverhead) -> dict[str, Any]:
-    predicted = comparison.kernel_s + host.step_s(comparison.shapes)
+    predicted = comparison.with_host_s(host)
     regimes = regimes_of(comparison.shapes)
     parts = {"all": errors(predicted, comparison.step_s)._asdict()}
     for number, regime in enumerate(REGIMES):
@@ -271,16 +272,17 @@ def as_markdown(results: dict[str, Any]) -> str:
         "",
         "## Real vLLM steps (B300, Qwen3-32B, vLLM 0.20) from aiconfigurator-core's tables",
         "",
-        "| TP | steps | kernels only | with the host term of the other TPs |",
-        "|--:|---|--:|--:|",
+        "| TP | steps | kernels only | with a host term of the other TPs | and clocks under load |",
+        "|--:|---|--:|--:|--:|",
     ]
     for size, entry in results["real_steps"]["by_size"].items():
         for regime, part in entry["kernels_only"].items():
-            other = entry["host_of_other_sizes"][regime]
-            lines.append(f"| {size} | {regime} ({part['num_steps']}) | {_cell(part)} | {_cell(other)} |")
+            others = [entry[key][regime] for key in ("host_of_other_sizes_without_clocks", "host_of_other_sizes")]
+            shown = " | ".join(_cell(each) for each in (part, *others))
+            lines.append(f"| {size} | {regime} ({part['num_steps']}) | {shown} |")
     lines += [
         "",
-        "All together, with the host term: "
+        "All together, with the host term and clocks: "
         f"{results['real_steps']['stated_error']['p50_percent']} / "
         f"{results['real_steps']['stated_error']['p90_percent']}.",
         "",

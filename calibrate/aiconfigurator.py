@@ -188,17 +188,58 @@ def _all_reduce(folder: Path, engine: str, gpu: GpuSpec) -> Rows | None:
     """The fastest of the kernels that the engine has for each size and number of cards."""
     import pandas as pd
 
-    parts = [
-        part for part in (_own_reduce(folder, engine), _fused_reduce(folder, gpu), _nccl_reduce(folder)) if len(part)
-    ]
+    found = (_own_reduce(folder, engine), _fused_reduce(folder, gpu), _nccl_reduce(folder))
+    parts = [_in_bytes(part) for part in found if len(part)]
     if not parts:
         return None
     sources = [part.attrs["source"] for part in parts]
     for part in parts:
         part.attrs = {}  # pandas compares them when it concatenates
-    columns = {"ranks": "num_gpus", "bytes": "message_size"}
+    columns = {"ranks": "num_gpus", "bytes": "message_bytes"}
     best = pd.concat(parts).groupby(list(columns.values()), as_index=False).agg({"latency": "min"})
     return _rows(best, columns, f"the fastest of {'; '.join(sources)}" if len(parts) > 1 else sources[0])
+
+
+def read_all_reduces(gpu: str, *, systems: str | Path | None = None) -> tuple[Rows, ...]:
+    """The own all-reduces of every engine and version that the package has of a card, one table each.
+
+    Their hosts may differ, which matters where the host is the way between the cards.  Raises KernelTableError where
+    the package is missing or has no such card.
+    """
+    import pandas as pd
+
+    folder = _data_folder(load_gpu(gpu).name, Path(systems) if systems is not None else installed_systems())
+    columns = {"ranks": "num_gpus", "bytes": "message_bytes"}
+    tables = []
+    for path in sorted((folder / "comm").glob("*/*/custom_allreduce_perf.parquet")):
+        frame = pd.read_parquet(path)
+        frame.attrs["source"] = f"{folder.name} {path.parent.parent.name} {path.parent.name} custom_allreduce"
+        frame = _in_bytes(_in_graphs(frame))
+        best = frame.groupby(list(columns.values()), as_index=False).agg({"latency": "min"})
+        tables.append(_rows(best, columns, str(frame.attrs["source"])))
+    return tuple(tables)
+
+
+def _in_bytes(frame: pd.DataFrame) -> pd.DataFrame:
+    """With the bytes of each message: the tables count its elements (``message_size``).
+
+    Their ``half`` ends at half the count of ``int8`` and takes as long there.  Read as elements, the largest messages
+    have bus bandwidths of 227 GB/s on 8 A100, 469 on 8 H100 and 725 on 8 B200, which is 0.76, 1.04 (the switch adds up)
+    and 0.81 of their links; read as bytes, half of that.
+    """
+    dtype = next(name for name in ("allreduce_dtype", "nccl_dtype") if name in frame)
+    unknown = sorted(set(frame[dtype]) - set(_ELEMENT_BYTES))
+    if unknown:
+        raise KernelTableError(
+            f"{frame.attrs['source']}: no size is known of elements of {', '.join(map(str, unknown))}; known are "
+            f"{', '.join(_ELEMENT_BYTES)}"
+        )
+    sized = frame.assign(message_bytes=frame["message_size"] * frame[dtype].map(_ELEMENT_BYTES))
+    sized.attrs = dict(frame.attrs)
+    return sized
+
+
+_ELEMENT_BYTES = {"bfloat16": 2, "half": 2, "float16": 2, "float32": 4, "int8": 1, "fp8": 1}
 
 
 def _own_reduce(folder: Path, engine: str) -> pd.DataFrame:
@@ -206,8 +247,14 @@ def _own_reduce(folder: Path, engine: str) -> pd.DataFrame:
     frame = _table(folder, "comm", engine, "custom_allreduce_perf")
     if frame is None:
         return _nothing()
-    graphs = _kept(frame, frame["backend"].str.endswith("_graph")) if "backend" in frame else frame
-    return _sourced(graphs, f"{frame.attrs['source']} in CUDA graphs")
+    return _in_graphs(frame)
+
+
+def _in_graphs(frame: pd.DataFrame) -> pd.DataFrame:
+    """Those measured from CUDA graphs, where the table tells."""
+    if "backend" not in frame:
+        return frame
+    return _sourced(_kept(frame, frame["backend"].str.endswith("_graph")), f"{frame.attrs['source']} in CUDA graphs")
 
 
 def _fused_reduce(folder: Path, gpu: GpuSpec) -> pd.DataFrame:

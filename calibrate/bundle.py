@@ -4,7 +4,7 @@
     python -m windtunnel.calibrate.bundle --steps FILE       the error of composing as well, and the profiles of B300
     python -m windtunnel.calibrate.bundle --only llama-3.1-8b-h100-sxm-tp1-bf16
     python -m windtunnel.calibrate.bundle --index            the index alone: a profile was put into the folder
-    python -m windtunnel.calibrate.bundle --table            what there is, as docs/bundled-profiles.md has it
+    python -m windtunnel.calibrate.bundle --docs             the tables in docs/bundled-profiles.md, and nothing else
 
 Composed profiles need the kernel tables of aiconfigurator-core (``pip install 'windtunnel[kernels]'``).  ``FILE`` is
 the table of real vLLM 0.20.1 steps of Qwen3-32B on B300 that docs/bundled-profiles.md describes.  The same tables give
@@ -17,8 +17,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,14 +27,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from windtunnel.calibrate.aiconfigurator import read_tables
-from windtunnel.calibrate.distil import Limits, SourceError, distil
+from windtunnel.calibrate.aiconfigurator import read_all_reduces, read_tables
+from windtunnel.calibrate.distil import Limits, Otherwise, Scatter, SourceError, distil
 from windtunnel.calibrate.fit import StepTimeFit
-from windtunnel.calibrate.host import NO_HOST, Comparison, HostOverhead, fit_host, learned_host
-from windtunnel.calibrate.kernel_tables import KernelTables
+from windtunnel.calibrate.host import NO_HOST, HostOverhead, host_of_others, learned_host
+from windtunnel.calibrate.kernel_tables import KernelTables, Rows
 from windtunnel.calibrate.operators import OperatorModel
 from windtunnel.calibrate.step_tables import StepTable, read_step_table
-from windtunnel.sim.cost.bundled import INDEX, PROFILES, bundled_profiles
+from windtunnel.sim.cost.bundled import INDEX, PROFILES, bundled_profiles, largest_steps
 from windtunnel.sim.cost.fitted import FittedCost
 from windtunnel.sim.cost.profile import load_profile, save_profile
 from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu
@@ -123,19 +123,59 @@ def compose(case: Case) -> FittedCost:
             "licence": "Apache-2.0 (aiconfigurator-core, NVIDIA)",
         },
         extra_error=composition_error(),
+        scatter=real_scatter(),
+        otherwise=other_links(case),
     )
+
+
+def other_links(case: Case) -> Otherwise | None:
+    """The same steps with the all-reduces of every engine and version that the tables have of the card.
+
+    None where cards reach each other without the host: there such tables differ by the kernels alone, and the error of
+    composing has that.
+    """
+    size = case.tensor_parallel_size
+    if not _rests_on_host(case):
+        return None
+    tables = [rows for rows in _all_reduces(case.gpu.name) if size in rows.values("ranks")]
+    models = [_with_reduces(case, rows) for rows in tables]
+    rates = [_rate_gb_per_s(rows, size) for rows in tables]
+    return Otherwise(
+        tuple(model.step_times_s for model in models),
+        f"how {size} cards on {case.gpu.link} reach each other is up to the host: the {len(tables)} tables of their "
+        f"all-reduces have {min(rates):.1f} to {max(rates):.1f} GB/s",
+    )
+
+
+def _rests_on_host(case: Case) -> bool:
+    return case.tensor_parallel_size > 1 and case.gpu.link.startswith("PCIe")
+
+
+def _with_reduces(case: Case, rows: Rows) -> OperatorModel:
+    tables = replace(_tables(case.gpu.name), all_reduce=rows)
+    return OperatorModel(case.model, case.gpu.name, case.tensor_parallel_size, tables, host=learned_host())
+
+
+@cache
+def _all_reduces(gpu: str) -> tuple[Rows, ...]:
+    return read_all_reduces(gpu)
+
+
+def _rate_gb_per_s(rows: Rows, size: int) -> float:
+    """What each card sends and receives a second in the largest all-reduce (bus bandwidth), in GB/s (10**9)."""
+    own = rows.where(ranks=size)
+    assert own is not None, "the tables have these ranks"
+    largest = int(np.argmax(own["bytes"]))
+    return 2 * (size - 1) / size * float(own["bytes"][largest]) / float(own.seconds[largest]) / 1e9
 
 
 def _link_remark(case: Case) -> str:
     """What all-reduces rest on where hosts differ much: how cards on PCIe reach each other is up to the host."""
     rows, size = _tables(case.gpu.name).all_reduce, case.tensor_parallel_size
-    if size == 1 or rows is None or not case.gpu.link.startswith("PCIe"):
+    if rows is None or not _rests_on_host(case):
         return ""
-    own = rows.where(ranks=size)
-    assert own is not None, "the composition has these ranks"
-    largest = int(np.argmax(own["bytes"]))
-    rate = 2 * (size - 1) / size * float(own["bytes"][largest]) / float(own.seconds[largest])
-    return f"; its {size} cards reach each other at {rate / 1e9:.1f} GB/s, as on the host of the tables"
+    rate = _rate_gb_per_s(rows, size)
+    return f"; its {size} cards reach each other at {rate:.1f} GB/s, as on the host of the tables"
 
 
 def operator_model(model: ModelSpec, gpu: str, size: int, host: HostOverhead | None = None) -> OperatorModel:
@@ -202,18 +242,27 @@ def compare_composed(steps: Path) -> dict[str, Any]:
     """
     model = load_model(_B300_MODEL)
     tables = {size: _b300_table(steps, size) for size in SIZES}
-    beside = {
-        size: Comparison(
-            table.shapes, operator_model(model, "B300", size, NO_HOST).step_times_s(table.shapes), table.step_s
-        )
+    comparisons = {
+        size: operator_model(model, "B300", size, NO_HOST).beside(table.shapes, table.step_s)
         for size, table in tables.items()
     }
     rows = []
     for size, table in tables.items():
-        host = fit_host([beside[other] for other in SIZES if other != size], "the other tensor parallelisms")
-        composed_s = operator_model(model, "B300", size, host).step_times_s(table.shapes)
-        rows.append(_composition_row(size, table, composed_s))
+        host = host_of_others(comparisons, size, "the other tensor parallelisms")
+        rows.append(_composition_row(size, table, comparisons[size].with_host_s(host)))
     return {"about": "Composed against real step times; python -m windtunnel.calibrate.bundle --steps", "errors": rows}
+
+
+def real_scatter(path: Path = COMPOSITION_FILE) -> Scatter:
+    """How real steps scatter around a fit of their own, as the file has it."""
+    return Scatter(**json.loads(path.read_text(encoding="utf-8"))["scatter"])
+
+
+def scatter_of_b300(fits: Sequence[FittedCost]) -> dict[str, Any]:
+    """The scatter in ``COMPOSITION_FILE``, from the profiles of all tensor parallelisms."""
+    engine = fits[0].evidence.provenance["engine"]
+    model = load_model(_B300_MODEL).name
+    return asdict(Scatter.of(fits, f"real {engine} steps of {model} on B300 do around the fits to them"))
 
 
 def _composition_row(size: int, table: StepTable, composed_s: NDArray[np.float64]) -> dict[str, Any]:
@@ -298,6 +347,7 @@ def _entry(path: Path) -> dict[str, Any]:
         "source": str(told["source"]),
         "statement": str(told["statement"]),
         "stated_error": _error_of(cost),
+        "largest_steps": largest_steps(cost.evidence.domain),
         "checksum": json.loads(path.read_text(encoding="utf-8"))["checksum"],
     }
 
@@ -328,13 +378,55 @@ def markdown_table() -> str:
     rows: dict[tuple[str, str], dict[int, str]] = {}
     for each in bundled_profiles():
         if each.gpu is not None:
-            error = each.stated_error
-            cell = f"{error['p50_percent']:g} / {error['p90_percent']:g}"
-            rows.setdefault((each.model, each.gpu), {})[each.tensor_parallel_size] = cell
+            rows.setdefault((each.model, each.gpu), {})[each.tensor_parallel_size] = _cell(each.stated_error)
     lines = [f"| model | card | {' | '.join(f'TP {size}' for size in SIZES)} |", f"|---|---|{'---|' * len(SIZES)}"]
     for (model, gpu), cells in rows.items():
         lines.append(f"| {model} | {gpu} | {' | '.join(cells.get(size, '–') for size in SIZES)} |")
     return "\n".join(lines)
+
+
+def _cell(error: Mapping[str, Any]) -> str:
+    if error["p50_percent"] is None:
+        return "not known"
+    return f"{error['p50_percent']:g} / {error['p90_percent']:g}"
+
+
+# --- the documentation
+
+DOCUMENTATION = Path(__file__).resolve().parent.parent / "docs" / "bundled-profiles.md"
+
+
+def documentation_tables() -> dict[str, str]:
+    """The tables of docs/bundled-profiles.md by the names of their places there."""
+    from windtunnel.calibrate import transfer
+
+    return {
+        "profiles": markdown_table(),
+        "composition": composition_table(),
+        "scatter": scatter_table(),
+        "transfers": transfer.markdown_table(transfer.transfer_errors().values()),
+        "transfers to real steps": transfer.markdown_table(transfer.transfer_errors("on_real_steps").values()),
+    }
+
+
+def scatter_table() -> str:
+    """The noise of composed profiles by regime."""
+    sigmas = real_scatter().sigmas
+    return "\n".join(
+        ["| regime | sigma |", "|---|---|", *(f"| {name} | {100 * s:.1f} % |" for name, s in sigmas.items())]
+    )
+
+
+def write_documentation(path: Path = DOCUMENTATION) -> None:
+    """Put the tables between ``<!-- table: NAME -->`` and ``<!-- end -->``; raises ValueError for a missing place."""
+    text = path.read_text(encoding="utf-8")
+    for name, table in documentation_tables().items():
+        before, found, rest = text.partition(f"<!-- table: {name} -->\n")
+        _, closed, after = rest.partition("<!-- end -->")
+        if not found or not closed:
+            raise ValueError(f"{path} must hold <!-- table: {name} --> and <!-- end --> behind it")
+        text = f"{before}{found}{table}\n{closed}{after}"
+    path.write_text(text, encoding="utf-8")
 
 
 # --- the command
@@ -346,23 +438,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=Path, help="the table of real steps on B300")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these composed profiles")
     parser.add_argument("--index", action="store_true", help="nothing but the index")
-    parser.add_argument("--table", action="store_true", help="print what there is as a table, build nothing")
+    parser.add_argument(
+        "--docs", action="store_true", help="write the tables in docs/bundled-profiles.md, build nothing"
+    )
     given = parser.parse_args(arguments)
-    if given.table:
-        print(markdown_table(), composition_table(), sep="\n\n")
+    if given.docs:
+        write_documentation()
         return
     if not given.index:
         PROFILES.mkdir(exist_ok=True)
         if given.steps is not None:
-            found = compare_composed(given.steps)
-            COMPOSITION_FILE.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-            for size in SIZES:
-                name = profile_name(load_model(_B300_MODEL), load_gpu("B300"), size)
-                begun_s = time.perf_counter()
-                _save(name, fit_b300(given.steps, size), begun_s)
+            _rest_on(given.steps)
         _compose_all(given.only)
     index = write_index()
     print(f"{INDEX}: {len(index['profiles'])} profiles")
+
+
+def _rest_on(steps: Path) -> None:
+    """The profiles of B300, and from them and its steps what composed profiles state."""
+    fits = []
+    for size in SIZES:
+        begun_s = time.perf_counter()
+        fits.append(fit_b300(steps, size))
+        _save(profile_name(load_model(_B300_MODEL), load_gpu("B300"), size), fits[-1], begun_s)
+    found = {**compare_composed(steps), "scatter": scatter_of_b300(fits)}
+    COMPOSITION_FILE.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 def _compose_all(only: list[str] | None) -> None:

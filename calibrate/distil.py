@@ -6,22 +6,25 @@ more work cost less, and knows its domain.
 
 Two errors are kept apart.  The *distillation error* is how far the profile is from the function, on shapes that were
 left out.  The *source's error* is how far the function is from real steps; whoever gives the function has to know it.
-The noise and the intervals of the profile hold both.  ``Evidence.errors`` stays empty: no real step was compared.
+The intervals of the profile hold both.  Its noise holds neither: a profile that is off is off in every step alike,
+while noise is drawn anew for each.  It is the ``Scatter`` that real steps show around a fit of their own.
+``Evidence.errors`` stays empty: no real step was compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from windtunnel.calibrate.fit import Form, StepTimeFit
 from windtunnel.calibrate.step_tables import StepTable
-from windtunnel.sim.cost.fitted import Domain, Evidence, FittedCost, NoiseBin
+from windtunnel.sim.cost.features import REGIMES, regimes_of
+from windtunnel.sim.cost.fitted import OUTSIDE, Domain, Evidence, FittedCost, NoiseBin
 from windtunnel.sim.engine.plan import StepShape
 
 _Array = NDArray[np.float64]
@@ -29,8 +32,6 @@ _Array = NDArray[np.float64]
 StepTimes = Callable[[Any], _Array]
 """Seconds of the steps of a StepShape of int64 arrays."""
 
-MAD_TO_SIGMA = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
 MOST_PERCENT = 90.0
 """Largest 90th percentile of a source's error: beyond it the times say nothing."""
 _NUM_RANDOM = 450
@@ -99,6 +100,52 @@ class SourceError:
             raise ValueError("rests_on must say which real steps the error comes from, got nothing")
 
 
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """How steps of one shape scatter around their mean, as shares of it, by regime: what noise draws.
+
+    Raises ValueError for a share that is negative or not finite, or a ``rests_on`` that says nothing.
+    """
+
+    sigmas: Mapping[str, float]
+    """Standard deviation by regime; regimes that are not named scatter as the widest of them."""
+    rests_on: str
+    """A clause that follows "scatter as": which real steps showed it."""
+
+    def __post_init__(self) -> None:
+        bad = {name: sigma for name, sigma in self.sigmas.items() if not 0.0 <= sigma < np.inf}
+        if bad or not self.sigmas:
+            raise ValueError(f"scatter is at least 0 and finite, for at least one regime, got {bad or self.sigmas!r}")
+        if not self.rests_on.strip():
+            raise ValueError("rests_on must say which real steps the scatter comes from, got nothing")
+
+    @classmethod
+    def of(cls, costs: Sequence[FittedCost], rests_on: str) -> Scatter:
+        """That of fits to real steps: the mean of their sigmas by regime, weighed by the steps behind them."""
+        bins = [each for cost in costs for each in cost.evidence.noise if each.regime != OUTSIDE]
+        regimes = dict.fromkeys(each.regime for each in bins)
+        return cls(
+            {regime: _mean_sigma([each for each in bins if each.regime == regime]) for regime in regimes}, rests_on
+        )
+
+    @classmethod
+    def carried(cls, cost: FittedCost) -> Scatter | None:
+        """That of a profile for another one that is made of it; None where it knows none."""
+        told = cost.evidence.provenance.get("scatter")
+        if told is not None:
+            return cls(told["sigmas"], told["rests_on"]) if told["sigmas"] else None
+        return cls.of([cost], "the steps do that the profile was fitted to which it was made from")
+
+    def sigma(self, regime: str) -> float:
+        """Of steps of a regime."""
+        return self.sigmas.get(regime, max(self.sigmas.values()))
+
+
+def _mean_sigma(bins: Sequence[NoiseBin]) -> float:
+    weights = [max(each.num_steps, 1) for each in bins]
+    return round(float(np.average([each.sigma for each in bins], weights=weights)), 5)
+
+
 def distil(
     step_times_s: StepTimes,
     limits: Limits,
@@ -106,20 +153,23 @@ def distil(
     seed: int = 0,
     provenance: Mapping[str, Any],
     extra_error: SourceError | None = None,
+    scatter: Scatter | None = None,
+    otherwise: Otherwise | None = None,
 ) -> FittedCost:
-    """The profile of ``step_times_s`` within ``limits``, with noise and intervals that ``extra_error`` widens.
+    """The profile of ``step_times_s`` within ``limits``, with intervals that ``extra_error`` and ``otherwise`` widen.
 
-    ``provenance`` gets ``stated_error``: the two errors added up, and each of them.  Without ``extra_error`` it states
-    that no real step was compared, and the intervals hold the distillation's residuals alone.  The same arguments give
-    the same profile.
+    ``provenance`` gets ``stated_error``: the errors added up, and each of them; and ``scatter``, which is the noise.
+    Without ``extra_error`` it states that no real step was compared, and the intervals hold the distillation's
+    residuals alone.  Without ``scatter`` the profile has no noise.  The same arguments give the same profile.
 
     Raises ValueError for prices that are not positive and finite.
     """
     shapes = designed_shapes(limits, seed=seed)
     table = StepTable(shapes, np.asarray(step_times_s(shapes), np.float64))
     fitted = min((_fit(table, padded, seed) for padded in (False, True)), key=_middle)
-    noise = tuple(widened(each, extra_error) for each in fitted.evidence.noise)
-    stated = {"stated_error": stated_error(fitted, extra_error)}
+    spread = None if otherwise is None else _Spread.of(table, otherwise)
+    noise = tuple(_bin(each, extra_error, scatter, spread) for each in _by_size(fitted.evidence.noise))
+    stated = {"stated_error": stated_error(fitted, extra_error, spread), "scatter": _told(scatter)}
     kept = {key: fitted.evidence.provenance[key] for key in ("form", "seed")}
     evidence = Evidence(
         fitted.evidence.domain, noise, provenance={**provenance, **stated, "num_priced_shapes": len(table), **kept}
@@ -137,8 +187,72 @@ def _middle(cost: FittedCost) -> float:
     return cost.evidence.errors[0].mape_percent
 
 
+class Otherwise(NamedTuple):
+    """Other prices of the same steps that may as well be right, such as those of a host with other links."""
+
+    step_times_s: tuple[StepTimes, ...]
+    rests_on: str
+    """A clause: what they differ by."""
+
+
+class _Spread(NamedTuple):
+    """The lowest and highest of other prices over the prices of the steps of a table."""
+
+    regimes: NDArray[Any]
+    tokens: NDArray[Any]
+    lowest: _Array
+    highest: _Array
+    rests_on: str
+
+    @classmethod
+    def of(cls, table: StepTable, otherwise: Otherwise) -> _Spread:
+        ratios = [np.asarray(price(table.shapes), np.float64) / table.step_s for price in otherwise.step_times_s]
+        ratios.append(np.ones(len(table)))
+        regimes, tokens = regimes_of(table.shapes), np.asarray(table.shapes.num_tokens)
+        return cls(regimes, tokens, np.min(ratios, axis=0), np.max(ratios, axis=0), otherwise.rests_on)
+
+    def percentile_error(self, percent: float) -> float:
+        """Of the steps' errors in percent of the real time, were the worse of the other prices the right one."""
+        errors = np.maximum(1.0 / self.lowest - 1.0, 1.0 - 1.0 / self.highest)
+        return 100.0 * float(np.percentile(errors, percent))
+
+    def ends(self, regime: str, above: int, up_to: float) -> tuple[float, float]:
+        """The lowest and highest ratio of steps of a noise bin, but for the twentieth part at either end."""
+        inside = (self.tokens > above) & (self.tokens <= up_to)
+        if regime in REGIMES:
+            inside &= self.regimes == REGIMES.index(regime)
+        chosen = inside if inside.any() else np.ones(len(inside), bool)
+        return float(np.percentile(self.lowest[chosen], 5)), float(np.percentile(self.highest[chosen], 95))
+
+
+class _Sized(NamedTuple):
+    """A noise bin and the tokens that it holds."""
+
+    bin: NoiseBin
+    above: int
+    up_to: float
+
+
+def _by_size(bins: Sequence[NoiseBin]) -> Iterator[_Sized]:
+    """The last bin of a regime holds all larger steps too."""
+    for number, each in enumerate(bins):
+        before = bins[number - 1] if number and bins[number - 1].regime == each.regime else None
+        is_last = number + 1 == len(bins) or bins[number + 1].regime != each.regime
+        yield _Sized(each, 0 if before is None else before.up_to_tokens, np.inf if is_last else each.up_to_tokens)
+
+
+def _bin(sized: _Sized, error: SourceError | None, scatter: Scatter | None, spread: _Spread | None) -> NoiseBin:
+    each = widened(sized.bin, error)
+    lowest, highest = (1.0, 1.0) if spread is None else spread.ends(each.regime, sized.above, sized.up_to)
+    return each._replace(
+        sigma=0.0 if scatter is None else scatter.sigma(each.regime),
+        low=(1.0 + each.low) * lowest - 1.0,
+        high=(1.0 + each.high) * highest - 1.0,
+    )
+
+
 def widened(each: NoiseBin, error: SourceError | None) -> NoiseBin:
-    """The bin of the profile around the function, as one around real steps that the function misses by ``error``.
+    """The bin of the profile around the function, with an interval that holds real steps which the function misses.
 
     Both errors count in full, as if they always went the same way, so that the interval is never too narrow for
     either.  It rests on no real step of this card.
@@ -147,30 +261,52 @@ def widened(each: NoiseBin, error: SourceError | None) -> NoiseBin:
         return each._replace(num_steps=0)
     share = error.p90_percent / 100.0
     return each._replace(
-        sigma=float(np.hypot(each.sigma, MAD_TO_SIGMA * error.p50_percent / 100.0)),
-        low=(1.0 + each.low) / (1.0 + share) - 1.0,
-        high=(1.0 + each.high) / (1.0 - share) - 1.0,
-        num_steps=0,
+        low=(1.0 + each.low) / (1.0 + share) - 1.0, high=(1.0 + each.high) / (1.0 - share) - 1.0, num_steps=0
     )
 
 
-def stated_error(fitted: FittedCost, error: SourceError | None) -> dict[str, Any]:
-    """What a distilled profile states, from the fit to the prices and the source's error."""
+def stated_error(fitted: FittedCost, error: SourceError | None, spread: _Spread | None = None) -> dict[str, Any]:
+    """What a distilled profile states, from the fit to the prices, the source's error and other prices' spread.
+
+    Not known where other prices lie so far off that an error of over 90 % would have to be stated.
+    """
     distillation = {
         line.regime: {"p50_percent": round(line.p50_percent, 2), "p90_percent": round(line.p90_percent, 2)}
         for line in fitted.evidence.errors
     }
-    rest = {"distillation": {"against": "the prices that it was distilled from, not real steps", **distillation}}
+    rest: dict[str, Any] = {
+        "distillation": {"against": "the prices that it was distilled from, not real steps", **distillation}
+    }
     if error is None:
         return {"p50_percent": None, "p90_percent": None, "rests_on": "no real step was compared", **rest}
-    whole = distillation["all"]
-    return {
-        "p50_percent": round(error.p50_percent + whole["p50_percent"], 1),
-        "p90_percent": round(error.p90_percent + whole["p90_percent"], 1),
-        "rests_on": error.rests_on,
-        **rest,
-        "source": {"p50_percent": round(error.p50_percent, 2), "p90_percent": round(error.p90_percent, 2)},
-    }
+    parts = [(error.p50_percent, error.p90_percent), tuple(distillation["all"].values())]
+    rest["source"] = {"p50_percent": round(error.p50_percent, 2), "p90_percent": round(error.p90_percent, 2)}
+    rests_on = error.rests_on
+    if spread is not None:
+        parts.append((spread.percentile_error(50.0), spread.percentile_error(90.0)))
+        rest["otherwise"] = {
+            "p50_percent": round(parts[-1][0], 1),
+            "p90_percent": round(parts[-1][1], 1),
+            "rests_on": spread.rests_on,
+        }
+        rests_on = f"{rests_on}; and {spread.rests_on}"
+    p50, p90 = (sum(part[place] for part in parts) for place in range(2))
+    if p90 > MOST_PERCENT:
+        return {"p50_percent": None, "p90_percent": None, "rests_on": _too_far(spread), **rest}
+    return {"p50_percent": round(p50, 1), "p90_percent": round(p90, 1), "rests_on": rests_on, **rest}
+
+
+def _too_far(spread: _Spread | None) -> str:
+    if spread is None:
+        return f"its parts add up to more than {MOST_PERCENT:g} %"
+    least, most = float(np.percentile(spread.lowest, 10)), float(np.percentile(spread.highest, 90))
+    return f"{spread.rests_on}, with which steps take from {least:.2g} to {most:.2g} times as long"
+
+
+def _told(scatter: Scatter | None) -> dict[str, Any]:
+    if scatter is None:
+        return {"sigmas": {}, "rests_on": "not known, so there is no noise"}
+    return {"sigmas": dict(scatter.sigmas), "rests_on": scatter.rests_on}
 
 
 # --- the grid

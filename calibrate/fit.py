@@ -1,11 +1,11 @@
 """Fits ``FittedCost`` to a table of measured steps, and says how far off it is on steps whose shape was left out.
 
-The parameters are those of a robust, relative, non-negative least-squares fit: each residual is a share of the
-predicted time, residuals beyond 1.345 robust standard deviations count linearly (Huber 1964), beyond ten not at all,
-and a shape that was repeated n times weighs as sqrt(n) steps.  How finely the curves bend, whether batches are padded
-to CUDA graphs and whether mixed steps cost extra is chosen by cross-validation over shapes, for several random
-divisions of them; the model is the mean of the fits chosen so (a mean of non-negative sums is one too), which depends
-less on which shapes happened to be measured than any of them.
+The parameters are those of a robust, relative, non-negative least-squares fit (``calibrate.robust``), in which a shape
+that was repeated n times weighs as sqrt(n) steps.  How finely the curves bend, whether batches are padded to CUDA
+graphs and whether mixed steps cost extra is chosen by cross-validation over shapes, for several random divisions of
+them; the model is the mean of the fits chosen so (a mean of non-negative sums is one too), which depends less on which
+shapes happened to be measured than any of them.  A fit that is much further from the steps it was fitted to than from
+those it had not seen is left out of the mean: see ``StepTimeFit.fit``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windtunnel.calibrate.crossval import folds_by_shape
-from windtunnel.calibrate.errors import error_lines
+from windtunnel.calibrate.errors import error_lines, far_off
+from windtunnel.calibrate.robust import scatter, solve
 from windtunnel.calibrate.step_tables import StepTable, StepTableError
 from windtunnel.sim.cost.features import REGIMES, Curve, graph_sizes, regimes_of
 from windtunnel.sim.cost.fitted import OUTSIDE, Domain, Evidence, FittedCost, FittedParameters, NoiseBin
@@ -29,16 +30,6 @@ _Array = NDArray[np.float64]
 COVERAGE = 0.9
 """Share of measured steps that an interval is to hold."""
 FEWEST_SHAPES = 10
-_HUBER = 1.345
-"""Robust standard deviations from which on residuals count linearly: 95 % efficient for normal ones (Huber 1964)."""
-_HOPELESS = 10.0
-"""Robust standard deviations from which on a step says nothing about its shape."""
-_MAD_TO_SIGMA = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
-_LEAST_SIGMA = 1e-3
-_LEAST_S = 1e-9
-"""A term that nowhere comes to a nanosecond is none."""
-_ROUNDS = 15
 _RIDGE = 1e-4
 """Holds terms apart that the table cannot tell apart; in units of the scaled columns."""
 _BASE_RIDGE = 1e-6
@@ -53,6 +44,8 @@ _GAIN = 0.02
 """Share by which a finer form must lower the cross-validated error to be chosen."""
 _CAPPED_ERROR = 0.15
 """A held-out error counts at most this much when forms are compared."""
+_MOST_TIMES_HELD_OUT, _MOST_MORE = 2.0, 0.05
+"""A model is broken if a regime's median error is more than so many times that of held-out steps, and so much more."""
 _FEWEST_IN_BIN = 40
 """Held-out steps that a bin of noise needs to be halved."""
 _FEWEST_SHAPES_IN_BIN = 10
@@ -106,18 +99,28 @@ class StepTimeFit:
         """The model of ``table``, with the errors, noise and intervals of its held-out shapes.
 
         ``provenance`` is added to the table's own; ``progress`` hears (forms tried, forms at most).
-        Raises StepTableError for a table of fewer than 10 shapes: none could be held out.
+        No model is taken on trust: one whose median error on its own steps, in some regime, is more than twice that of
+        steps left out and five percentage points is left out of the mean, and named by the provenance.
+
+        Raises StepTableError for a table of fewer than 10 shapes, as none could be held out, and if no model is left.
         """
         num_shapes = int(table.shape_ids.max()) + 1
         if num_shapes < FEWEST_SHAPES:
             raise StepTableError(
                 f"a fit needs steps of at least {FEWEST_SHAPES} different shapes, got {num_shapes}: measure more"
             )
-        forms = self._forms(table, progress)
-        predicted_s, outside = self._held_out_by_all(table, forms)
+        members = [self._member(table, *each) for each in enumerate(self._forms(table, progress))]
+        sound = [each for each in members if _follows(table, each.parameters, each.held_out_s)]
+        if not sound:
+            raise StepTableError(_broken(table, members[0].parameters, members[0].held_out_s))
+        parameters = _mean_parameters([each.parameters for each in sound])
+        predicted_s, outside = _held_out_by_all(sound)
+        if not _follows(table, parameters, predicted_s):
+            raise StepTableError(_broken(table, parameters, predicted_s))
+        forms = [each.form for each in sound]
+        left_out = [asdict(each.form) for each in members if each not in sound]
         noise = _noise(table, predicted_s, outside)
         domain = Domain.of(table.shapes)
-        parameters = _mean_parameters([self._parameters(table, form) for form in forms])
         rough = FittedCost(parameters, Evidence(domain, noise))
         evidence = Evidence(
             domain=domain,
@@ -130,6 +133,8 @@ class StepTimeFit:
                 "num_shapes": num_shapes,
                 "form": asdict(forms[0]),
                 **({"other_forms": [asdict(form) for form in forms[1:]]} if len(forms) > 1 else {}),
+                **({"left_out_forms": left_out} if left_out else {}),
+                **({"far_off_steps": far} if (far := far_off(table, predicted_s)) else {}),
                 "seed": self.seed,
             },
         )
@@ -170,14 +175,8 @@ class StepTimeFit:
         errors = np.abs(self._held_out(table, form, division)[0] / table.step_s - 1.0)
         return float(np.average(np.minimum(errors, _CAPPED_ERROR), weights=_repeat_weights(table)))
 
-    def _held_out_by_all(self, table: StepTable, forms: Sequence[Form]) -> tuple[_Array, NDArray[np.bool_]]:
-        """The mean of what the divisions' models predict, none of which has seen the step's shape.
-
-        A step counts as extrapolated if half of them had to.
-        """
-        each = [self._held_out(table, form, division) for division, form in enumerate(forms)]
-        predicted_s, outside = (np.mean(values, axis=0) for values in zip(*each, strict=True))
-        return predicted_s, outside >= 0.5
+    def _member(self, table: StepTable, division: int, form: Form) -> _Member:
+        return _Member(form, self._parameters(table, form), *self._held_out(table, form, division))
 
     def _held_out(self, table: StepTable, form: Form, division: int) -> tuple[_Array, NDArray[np.bool_]]:
         """Every step's time as a model predicts it that has not seen its shape, and whether it had to extrapolate."""
@@ -190,7 +189,60 @@ class StepTimeFit:
 
     def _parameters(self, table: StepTable, form: Form) -> FittedParameters:
         terms = _Terms.of(table.shapes, form, self.max_graph_tokens)
-        return terms.parameters(_solve(terms.columns, terms.ridge, table))
+        regimes = regimes_of(table.shapes)
+        return terms.parameters(solve(terms.columns, table.step_s, regimes, _repeat_weights(table), terms.ridge))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Member:
+    """What one division of the shapes came to."""
+
+    form: Form
+    parameters: FittedParameters
+    held_out_s: _Array
+    """Each step's time as predicted by a model that has not seen its shape."""
+    outside: NDArray[np.bool_]
+    """Where that model had to extrapolate."""
+
+
+def _held_out_by_all(members: Sequence[_Member]) -> tuple[_Array, NDArray[np.bool_]]:
+    """The mean of what the divisions' models predict, none of which has seen the step's shape.
+
+    A step counts as extrapolated if half of them had to.
+    """
+    predicted_s = np.mean([each.held_out_s for each in members], axis=0)
+    return predicted_s, np.mean([each.outside for each in members], axis=0) >= 0.5
+
+
+def _follows(table: StepTable, parameters: FittedParameters, held_out_s: _Array) -> bool:
+    """Whether a model is about as near to the steps it was fitted to as its like were to steps not seen."""
+    return all(
+        own <= _MOST_TIMES_HELD_OUT * held_out + _MOST_MORE
+        for own, held_out in _medians(table, parameters, held_out_s).values()
+    )
+
+
+def _broken(table: StepTable, parameters: FittedParameters, held_out_s: _Array) -> str:
+    told = "; ".join(
+        f"{regime} {own:.1%} and {held_out:.1%}"
+        for regime, (own, held_out) in _medians(table, parameters, held_out_s).items()
+    )
+    return (
+        "the fit misses the steps it was fitted to by more than those left out (median errors on fitted steps and on "
+        f"steps left out: {told}): these times do not hang on the shape in a way that can be fitted; look at the "
+        "table's slowest and fastest steps, or measure again"
+    )
+
+
+def _medians(table: StepTable, parameters: FittedParameters, held_out_s: _Array) -> dict[str, tuple[float, float]]:
+    """By regime the median errors of the model's own steps and of steps left out, as shares."""
+    own, held_out = (np.abs(each / table.step_s - 1.0) for each in (_priced(parameters, table.shapes), held_out_s))
+    regimes = regimes_of(table.shapes)
+    return {
+        regime: (float(np.median(own[regimes == number])), float(np.median(held_out[regimes == number])))
+        for number, regime in enumerate(REGIMES)
+        if (regimes == number).any()
+    }
 
 
 @dataclass
@@ -307,62 +359,6 @@ def _ramps(amounts: NDArray[np.int64], knots: tuple[int, ...]) -> list[_Array]:
     return ramps
 
 
-def _solve(columns: _Array, ridge: _Array, table: StepTable) -> _Array:
-    """Non-negative coefficients of the robust relative fit, by iterated reweighting.
-
-    No step is dropped before the fit has settled: the first ones may be far from all steps of a kind.
-    """
-    size = np.abs(columns).max(axis=0)
-    size[size == 0.0] = 1.0
-    scaled, step_s, regimes = columns / size, table.step_s, regimes_of(table.shapes)
-    weights = _repeat_weights(table)
-    predicted_s, trust = step_s, np.ones(len(step_s))
-    coefficients = np.zeros(columns.shape[1])
-    for hopeless in (np.inf, _HOPELESS):
-        for _ in range(_ROUNDS):
-            share = np.sqrt(weights * trust) / predicted_s
-            previous, coefficients = coefficients, _non_negative(scaled * share[:, None], step_s * share, ridge)
-            predicted_s = np.maximum(np.einsum("ij,j->i", scaled, coefficients), 1e-3 * step_s)
-            trust = _trust(np.log(step_s / predicted_s), regimes, hopeless)
-            if np.allclose(coefficients, previous, rtol=1e-4, atol=1e-7):
-                break
-    coefficients = np.where(coefficients < _LEAST_S, 0.0, coefficients)  # of scaled columns: seconds at the most
-    return np.asarray(coefficients / size, np.float64)
-
-
-def _non_negative(matrix: _Array, target: _Array, ridge: _Array) -> _Array:
-    """argmin |matrix x - target|² + ridge over x >= 0, by way of the normal equations' triangular factor.
-
-    Columns of unit length and the ridge keep them well-conditioned.  The sums are einsum's, not those of a threaded
-    BLAS: those depend on the number of threads, and wait for each other where the machine is busy.
-    """
-    from scipy.optimize import nnls
-
-    width = matrix.shape[1]
-    length = np.sqrt(np.einsum("ij,ij->j", matrix, matrix))
-    length[length == 0.0] = 1.0
-    unit = matrix / length
-    factor = np.linalg.cholesky(np.einsum("ij,ik->jk", unit, unit) + np.diag(ridge))
-    solution, _ = nnls(factor.T, np.linalg.solve(factor, np.einsum("ij,i->j", unit, target)), maxiter=100 * width)
-    return np.asarray(solution / length, np.float64)
-
-
-def _trust(residuals: _Array, regimes: NDArray[np.int64], hopeless: float) -> _Array:
-    """Huber's weight of each residual, by the scatter of its own regime; none beyond so many standard deviations."""
-    distance = np.empty(len(residuals))
-    for regime in range(len(REGIMES)):
-        own = regimes == regime
-        if own.any():
-            distance[own] = np.abs(residuals[own]) / _scatter(residuals[own])
-    weights = np.minimum(1.0, _HUBER / np.maximum(distance, 1e-12))
-    return np.where(distance > hopeless, 0.0, weights)
-
-
-def _scatter(residuals: _Array) -> float:
-    """Robust standard deviation around 0."""
-    return max(_MAD_TO_SIGMA * float(np.median(np.abs(residuals))), _LEAST_SIGMA)
-
-
 def _repeat_weights(table: StepTable) -> _Array:
     ids = table.shape_ids
     return np.asarray(1.0 / np.sqrt(np.bincount(ids)[ids]), np.float64)
@@ -389,11 +385,11 @@ def _noise(table: StepTable, predicted_s: _Array, outside: NDArray[np.bool_]) ->
     ]
     if outside.any():
         parts.append((OUTSIDE, outside.nonzero()[0]))
-    scores = np.concatenate([residuals[part] / _scatter(residuals[part]) for _, part in parts])
-    pooled, least = _conformal(scores), _scatter(residuals)
+    scores = np.concatenate([residuals[part] / scatter(residuals[part]) for _, part in parts])
+    pooled, least = _conformal(scores), scatter(residuals)
     bins = []
     for regime, part in parts:
-        sigma = _scatter(residuals[part])
+        sigma = scatter(residuals[part])
         if len(np.unique(ids[part])) >= _FEWEST_SHAPES_IN_BIN:
             low, high = _conformal(residuals[part])
         else:

@@ -32,11 +32,6 @@ FUSED_NORM_BYTES = {
 }
 """Largest all-reduces that vLLM fuses with the norm behind them by default (pass ``fuse_allreduce_rms``, through
 FlashInfer), by compute capability and number of cards; vLLM 0.32, ``FI_ALLREDUCE_FUSION_MAX_SIZE_MB``."""
-MULTICAST_FROM_BYTES = {(9, 0): {8: 4 * _MIB}, (10, 0): {4: 0, 8: 0}, (10, 3): {4: 0, 8: 0}}
-"""From here on NVLink switches add up and multiply for vLLM's all-reduces (symmetric memory, and FlashInfer's kernels
-on Blackwell), by compute capability and number of cards: each card sends and receives the tensor once, as between two.
-The tables' kernels do not use that.  Real vLLM steps on B300 show the time of two cards for 4 and 8, over 0.1 to 84 MB,
-where the tables have up to 3.7 times as much; on B200 and Hopper this is taken over from vLLM's defaults, not seen."""
 
 
 class Parts:
@@ -60,6 +55,11 @@ class Parts:
     def gemm_s(self, tokens: Any) -> Floats:
         """Matrix products of all layers, experts left out."""
         return sum((count * line.at(tokens) for count, line in self._products), np.zeros(np.shape(tokens)))
+
+    def gemm_compute_s(self, tokens: Any) -> Floats:
+        """What of ``gemm_s`` comes on top of reading the weights: the products of one token are all reading."""
+        tokens = np.asarray(tokens)
+        return np.maximum(self.gemm_s(tokens) - self.gemm_s(np.minimum(tokens, 1)), 0.0)
 
     def experts_s(self, tokens: Any) -> Floats:
         """Experts of all layers that have some."""
@@ -119,7 +119,6 @@ class Parts:
             "gemm_shapes": {} if gemm is None else self._nearness(gemm),
             "cold_weights_bytes_per_s": None if gemm is None else gemm.stream_bytes_per_s,
             "all_reduce": None if self._reduce is None or reduces is None else reduces.source,
-            "all_reduce_as_between_two_cards_from_bytes": None if self._reduce is None else self._multicast_from(),
             "experts": self._expert_source(),
         }
 
@@ -233,17 +232,7 @@ class Parts:
             for ranks in rows.values("ranks")
             if ranks <= self._size and (part := rows.where(ranks=ranks)) is not None
         }
-        seconds = np.max(list(by_ranks.values()), axis=0)
-        start = self._multicast_from()
-        if start is not None and 2 in by_ranks:
-            as_two = by_ranks[2] + (seconds[0] - by_ranks[2][0])  # more cards still wait longer for each other
-            seconds = np.where(sizes >= start, np.minimum(seconds, as_two), seconds)
-        return Line(sizes, seconds)
-
-    def _multicast_from(self) -> int | None:
-        if not self._has_switch:
-            return None
-        return MULTICAST_FROM_BYTES.get(self._gpu.compute_capability or (0, 0), {}).get(self._size)
+        return Line(sizes, np.max(list(by_ranks.values()), axis=0))
 
     @property
     def _has_switch(self) -> bool:

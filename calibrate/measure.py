@@ -1,7 +1,8 @@
 """Measures how long an executor takes for the steps of a grid.
 
 Points are visited in rounds, each in a new random order, until the 95 % interval of every point's median is narrow or
-the time is used up: whatever the machine does for a while hits all points alike.  A visit runs a step that is new, or
+the time is used up: whatever the machine does for a while hits all points alike.  The first round takes the kinds of
+steps by turns, so that little time still sees some of each.  A visit runs a step that is new, or
 short and reads cached tokens, once unrecorded, and then all steps once or a few times recorded.  Between visits a
 reference step shows how the machine's speed moves.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -87,9 +89,9 @@ def measure(
 
     The executor's own ``step_ns`` is the time of a step; ``clock`` ("wall" or "cpu") says which clock that is.  The
     order of the points depends on ``seed`` alone.  While measuring, visits are appended to ``path`` +
-    ``.partial.jsonl``, which ``resume`` goes on with and which goes when the table is written; an interruption leaves
-    it.  Without a path nothing is kept on disk.  ``provenance`` is added to what the executor and the machine say of
-    themselves.
+    ``.partial.jsonl``, which ``resume`` goes on with and which goes when a table with all points is written; it stays
+    after an interruption and where the budget did not reach every point.  Without a path nothing is kept on disk.
+    ``provenance`` is added to what the executor and the machine say of themselves.
 
     The executor works for nobody else meanwhile, and its cache holds random numbers afterwards.
 
@@ -117,7 +119,8 @@ def measure(
     if path is None or partial is None:
         return table
     table.write(Path(path))
-    partial.remove()
+    if table.is_complete:
+        partial.remove()
     return MeasuredTable(table.points, table.reference, table.samples, table.provenance, Path(path))
 
 
@@ -219,15 +222,26 @@ class _Run:
     def _points(self) -> Iterator[int]:
         """Which point comes next; in each round all open ones once, in an order of its own."""
         for number in count():
-            order = np.random.default_rng(np.random.SeedSequence([self._seed, 2, number]))
+            draw = np.random.default_rng(np.random.SeedSequence([self._seed, 2, number]))
+            order = draw.permutation(len(self._grid.points)).tolist()
             open_before = False
-            for point in order.permutation(len(self._grid.points)).tolist():
+            for point in order if number else self._by_turns(order):
                 if self._is_open(point):
                     open_before = True
                     if self._medians.num_visits(point) <= number:
                         yield point
             if not open_before:
                 return
+
+    def _by_turns(self, order: Sequence[int]) -> list[int]:
+        """The same points, one of each kind, then a second of each, and so on."""
+        taken: Counter[str] = Counter()
+        turns = {}
+        for point in order:
+            kind = self._grid.points[point].kind
+            turns[point] = taken[kind]
+            taken[kind] += 1
+        return sorted(order, key=turns.__getitem__)
 
     def _is_open(self, point: int) -> bool:
         return self._medians.num_visits(point) < _MOST_VISITS and self._medians.half_width(point) > self.target

@@ -145,14 +145,18 @@ class PartialFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("x", encoding="utf-8", newline="\n")
             self._write({"format": FORMAT, "version": VERSION, **header})
+        self._is_of_use = any(visit[0].point != REFERENCE for visit in self.visits)
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Append one visit."""
+        self._is_of_use |= samples[0].point != REFERENCE
         self._write([list(sample) for sample in samples])
 
     def close(self) -> None:
-        """Let go of the file; it stays."""
+        """Let go of the file; it stays, unless no point was visited and it would only be in the way of the next run."""
         self._file.close()
+        if not self._is_of_use:
+            self.path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Close and delete it: all that it held is in the table."""
@@ -167,7 +171,12 @@ class PartialFile:
         raw = self.path.read_bytes()
         whole = raw[: raw.rfind(b"\n") + 1]
         lines = whole.decode("utf-8", errors="replace").splitlines()
-        self._check(lines[0] if lines else "", header)
+        if not lines:
+            raise MeasurementError(
+                f"{self.path} was cut off within its first line, so that it holds nothing to go on with: begin anew "
+                "with --force"
+            )
+        self._check(lines[0], header)
         for number, line in enumerate(lines[1:], 2):
             self.visits.append(self._samples(number, line))
         if len(whole) < len(raw):
@@ -283,12 +292,32 @@ class MeasuredTable:
 
 
 def read_provenance(path: Path) -> dict[str, Any] | None:
-    """What a table says of its origin; None for a file of somebody else.  Raises ValueError if it is no Parquet."""
+    """What a table says of its origin; None for a file of somebody else.
+
+    Raises ValueError if it is no Parquet, or if what stands under our key is not what we write there.
+    """
     import pyarrow.parquet as pq
 
     written = (pq.read_schema(path).metadata or {}).get(PROVENANCE_KEY)
-    told = None if written is None else json.loads(written)
-    return told if isinstance(told, dict) else None
+    if written is None:
+        return None
+    try:
+        told = json.loads(written, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(_DAMAGED.format(f"no JSON ({error})")) from None
+    if not isinstance(told, dict):
+        raise ValueError(_DAMAGED.format(f"no JSON object but {type(told).__name__}"))
+    return told
+
+
+_DAMAGED = (
+    f"the file's metadata hold under {PROVENANCE_KEY.decode()!r} where a table comes from, and that is {{}}: measure "
+    "again, or write the table anew without metadata"
+)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def outliers(points: NDArray[np.int64], step_s: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -2,7 +2,8 @@
 
 A step is the sum of its kernels one behind the other, as vLLM runs them on one stream: for each layer the matrix
 products, attention, norms, rotary embedding, cache write, activation and, over several cards, two all-reduces; then
-embedding, lm_head and sampler; and what the host adds (``host.HostOverhead``).
+embedding, lm_head and sampler; and what they take longer in a server: clocks under load and the host
+(``host.HostOverhead``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from windtunnel.calibrate.host import HostOverhead
+from windtunnel.calibrate.host import Comparison, HostOverhead
 from windtunnel.calibrate.kernel_attention import (
     DECODE_SIZES,
     Attention,
@@ -93,17 +94,33 @@ class OperatorModel:
         shape = StepShape(*arrays)
         padded = self._padded(shape.num_tokens)
         layers, parts = self.model.num_layers, self._parts
+        prefill_s = layers * self.attention.prefill_s(shape)
         return {
             "gemm": parts.gemm_s(padded),
             "experts": parts.experts_s(padded),
             "elementwise": parts.elementwise_s(padded),
             "decode_attention": layers * self.attention.decode_s(shape),
-            "prefill_attention": layers * self.attention.prefill_s(shape),
+            "prefill_attention": prefill_s,
             "all_reduce": parts.all_reduce_s(padded),
             "head": parts.head_s(shape.num_sampled),
             "sampler": parts.sampler_s(shape.num_sampled),
+            "clocks": self.host.clocks_share * (parts.gemm_compute_s(padded) + prefill_s),
             "host": self.host.step_s(shape),
         }
+
+    def compute_s(self, shape: StepShape) -> Floats:
+        """What of the steps is held back by low clocks: products beyond reading their weights, and prefill attention.
+
+        The share ``host.clocks_share`` of it is added to the kernels as measured.
+        """
+        arrays: Any = (np.asarray(values, np.int64) for values in shape)
+        shape = StepShape(*arrays)
+        compute_s = self._parts.gemm_compute_s(self._padded(shape.num_tokens))
+        return np.asarray(compute_s + self.model.num_layers * self.attention.prefill_s(shape))
+
+    def beside(self, shapes: StepShape, step_s: Floats) -> Comparison:
+        """Real steps beside their composed kernels; of a model with ``NO_HOST``."""
+        return Comparison(shapes, self.step_times_s(shapes), self.compute_s(shapes), step_s)
 
     def _padded(self, tokens: Any) -> Any:
         place = np.minimum(np.searchsorted(self._pads, tokens), len(self._pads) - 1)

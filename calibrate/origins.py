@@ -77,11 +77,25 @@ def model_name(model: str | None) -> str | None:
 def max_graph_tokens(origin: Mapping[str, Any]) -> int:
     """The largest batch that ran as a CUDA graph, by a table's provenance; 512, vLLM's default, where it does not say.
 
-    0 is none: ``--enforce-eager``, or an executor without graphs.
+    0 is none: ``--enforce-eager``, or an executor without graphs.  What is written as text ("true", "512") counts as
+    what it says.  Raises ValueError, naming the key, for a value of the wrong kind.
     """
     if "max_graph_tokens" in origin:
-        return int(origin["max_graph_tokens"])
+        return _whole("max_graph_tokens", origin["max_graph_tokens"])
     sizes = origin.get("cudagraph_capture_sizes")
-    if origin.get("enforce_eager") or origin.get("cudagraph_mode") == "NONE":
+    if str(origin.get("enforce_eager")).casefold() == "true" or origin.get("cudagraph_mode") == "NONE":
         return 0
-    return max(sizes) if sizes else _LARGEST_GRAPH
+    if not sizes:
+        return _LARGEST_GRAPH
+    listed = sizes.strip("[] ").split(",") if isinstance(sizes, str) else sizes
+    if not isinstance(listed, list | tuple):
+        listed = [listed]
+    return max(_whole("cudagraph_capture_sizes", size) for size in listed)
+
+
+def _whole(key: str, value: object) -> int:
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < 0:
+        raise ValueError(f"{key} must be a whole number of at least 0, got {value!r}")
+    return int(value)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from windtunnel.calibrate.distil import MOST_PERCENT, Limits, SourceError, designed_shapes, distil
+from windtunnel.calibrate.distil import MOST_PERCENT, Limits, Scatter, SourceError, designed_shapes, distil
 from windtunnel.sim.cost.bundled import BundledProfile, bundled_profiles
 from windtunnel.sim.cost.fitted import FittedCost
 from windtunnel.sim.cost.roofline import RooflineCost
@@ -101,6 +101,7 @@ def transfer(
         seed=seed,
         provenance=provenance,
         extra_error=error,
+        scatter=Scatter.carried(cost),
     )
 
 

@@ -19,7 +19,7 @@ from windtunnel.scenarios.schema import (
 from windtunnel.sim.cost.fitted import FittedCost
 from windtunnel.sim.cost.roofline import RooflineCost, RooflineFactors
 from windtunnel.sim.cost.swap import SwapCost
-from windtunnel.sim.deployment.model import ModelSpec, UnsupportedModel, load_model
+from windtunnel.sim.deployment.model import ModelSpec, UnsupportedModel, is_bundled, load_model
 from windtunnel.sim.engine.batches import BatchExecution
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.dynamic import DynamicConfig
@@ -319,8 +319,8 @@ def _drafter(ledger: Ledger, spec: Speculative, model: ModelSpec) -> ModelSpec:
     """The model that drafts: the one named, or one layer of the model itself, as the heads of eagle and mtp have."""
     if spec.draft_model is not None:
         path = ledger.loaded.path_of("speculative", "draft_model", spec.draft_model)
-        if path.exists() or spec.method == "draft_model" or _is_bundled(spec.draft_model):
-            return _named(path, spec.draft_model)
+        if path.exists() or spec.method == "draft_model" or is_bundled(spec.draft_model):
+            return _named(path, ledger.loaded.model_of("speculative", "draft_model", spec.draft_model))
         ledger.notes.append(f"Of the drafter {spec.draft_model} only the name is known.")
     elif spec.method == "draft_model":
         raise ValueError("method draft_model needs to know the model that drafts: give draft_model")
@@ -328,17 +328,9 @@ def _drafter(ledger: Ledger, spec: Speculative, model: ModelSpec) -> ModelSpec:
     return replace(model, num_layers=1, num_moe_layers=min(1, model.num_moe_layers))
 
 
-def _is_bundled(name: str) -> bool:
-    try:
-        load_model(name)
-    except ValueError:
-        return False
-    return True
-
-
 def _named(path: Path, name: str) -> ModelSpec:
     try:
-        return load_model(str(path) if path.exists() else name)
+        return load_model(name)
     except OSError as error:
         raise ScenarioUnreadable(f"cannot read model {path}: {error.strerror or error}") from error
     except UnsupportedModel:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from windtunnel.scenarios.engine import Hardware
 from windtunnel.scenarios.errors import ScenarioUnreadable
 from windtunnel.scenarios.ledger import Ledger
+from windtunnel.scenarios.profile_match import Here, Provenance, differing, differing_shapes, plain_kv_dtype, remarks
 from windtunnel.scenarios.schema import AffineCost, AutoCost, ConstantCost, Cost, ProfileCost
 from windtunnel.sim.cost import constant, statement
 from windtunnel.sim.cost.bundled import BundledProfile, bundled_profiles, find_bundled, load_bundled
 from windtunnel.sim.cost.fitted import FittedCost
 from windtunnel.sim.cost.profile import load_profile
 from windtunnel.sim.cost.roofline import RooflineCost, RooflineFactors
-from windtunnel.sim.deployment.gpu import load_gpu
-from windtunnel.sim.deployment.model import ModelSpec, load_model
+from windtunnel.sim.deployment.model import ModelSpec
+from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.protocols import CostModel
 
 _TELLS_PROFILES = "windtunnel profiles list"
@@ -32,8 +31,10 @@ class ChosenCost:
     is_noisy: bool = False
 
 
-def make_cost(ledger: Ledger, hardware: Hardware) -> ChosenCost:
+def make_cost(ledger: Ledger, hardware: Hardware, config: SchedulerConfig) -> ChosenCost:
     """The cost model of the scenario's [cost]; what was chosen by default, and why, becomes a setting and a note.
+
+    ``config`` is what a profile's origin is held against beside the hardware.
 
     Raises ScenarioError for a profile of another tensor parallelism, for noise or a domain asked of a model that has
     none and for a bundled profile that there is not; ProfileError and ScenarioUnreadable for files.
@@ -41,15 +42,28 @@ def make_cost(ledger: Ledger, hardware: Hardware) -> ChosenCost:
     spec = ledger.loaded.scenario.cost
     for key, value in spec.model_dump(exclude_none=True).items():
         ledger.note("cost", key, value)
-    return ledger.attempt("cost", tuple(type(spec).model_fields), lambda: _make(ledger, spec, hardware))
+    here = Here(hardware, config, _kv_cache_dtype(ledger), ledger.loaded.scenario.speculative)
+    chosen = ledger.attempt("cost", tuple(type(spec).model_fields), lambda: _make(ledger, spec, here))
+    _tell_of_stages(ledger, hardware, chosen.model)
+    return chosen
 
 
-def _make(ledger: Ledger, spec: Cost, hardware: Hardware) -> ChosenCost:
+def _tell_of_stages(ledger: Ledger, hardware: Hardware, cost: CostModel) -> None:
+    if hardware.pipeline_parallel_size > 1 and isinstance(cost, FittedCost | RooflineCost):
+        unlike = ", and the stated error does not hold for it" if cost.calibrated else ""
+        ledger.warnings.append(
+            f"a step of the pipeline is the whole step cut into {hardware.pipeline_parallel_size} equal stages: the "
+            f"host's part of it is divided too, and moving activations between stages costs nothing{unlike}"
+        )
+
+
+def _make(ledger: Ledger, spec: Cost, here: Here) -> ChosenCost:
+    hardware = here.hardware
     match spec:
         case AutoCost():
-            return _auto(ledger, spec, hardware)
+            return _auto(ledger, spec, here)
         case ProfileCost():
-            return _given_profile(ledger, spec, hardware)
+            return _given_profile(ledger, spec, here)
         case ConstantCost():
             return ChosenCost(constant.ConstantCost(step_s=spec.step_s))
         case AffineCost():
@@ -72,10 +86,11 @@ def _kv_cache_dtype(ledger: Ledger) -> str:
 # -- the default: a bundled profile, else the roofline
 
 
-def _auto(ledger: Ledger, spec: AutoCost, hardware: Hardware) -> ChosenCost:
+def _auto(ledger: Ledger, spec: AutoCost, here: Here) -> ChosenCost:
+    hardware = here.hardware
     case, found = _case(ledger, hardware), _bundled_for(ledger, hardware)
     if found is None:
-        reason = f"no bundled profile for {case}{_nearest(hardware)}"
+        reason = f"no bundled profile for {case}{_nearest(here)}"
         if spec.noise or spec.refuse_outside:
             asked = "noise" if spec.noise else "refuse_outside"
             raise ValueError(
@@ -86,7 +101,7 @@ def _auto(ledger: Ledger, spec: AutoCost, hardware: Hardware) -> ChosenCost:
         ledger.notes.append(f"Step times come from the roofline, uncalibrated: {reason} ({_TELLS_PROFILES}).")
         return ChosenCost(_roofline(ledger, hardware, RooflineFactors()))
     ledger.note("cost", "cost_model", f"profile {found.name}", f"bundled for {case}")
-    return _of_profile(ledger, found.load(), found.name, spec)
+    return _of_profile(ledger, found.load(), found.name, spec, here)
 
 
 def _bundled_for(ledger: Ledger, hardware: Hardware) -> BundledProfile | None:
@@ -96,28 +111,14 @@ def _bundled_for(ledger: Ledger, hardware: Hardware) -> BundledProfile | None:
     name = _profiled_model(model)
     if name is None:
         return None
-    kv_dtype = _plain_kv_dtype(_kv_cache_dtype(ledger), model.dtype)
+    kv_dtype = plain_kv_dtype(_kv_cache_dtype(ledger), model.dtype)
     return find_bundled(name, gpu.name, hardware.tensor_parallel_size, model.dtype, kv_dtype)
 
 
 def _profiled_model(model: ModelSpec) -> str | None:
     """The model of bundled profiles that has the shapes of this one, whatever a config.json is called."""
     names = dict.fromkeys(each.model for each in bundled_profiles())
-    return next((name for name in names if _has_shapes_of(name, model)), None)
-
-
-def _has_shapes_of(name: str, model: ModelSpec) -> bool:
-    try:
-        known = load_model(name)
-    except (OSError, ValueError):
-        return False
-    kept = ("name", "dtype", "max_model_len", "max_position_embeddings")
-    return replace(known, **{key: getattr(model, key) for key in kept}) == model
-
-
-def _plain_kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
-    """One name for each type: auto where it is the model's own, fp8 for vLLM's default form of it."""
-    return {dtype: "auto", "fp8_e4m3": "fp8"}.get(kv_cache_dtype, kv_cache_dtype)
+    return next((name for name in names if differing_shapes(name, model) == {}), None)
 
 
 def _case(ledger: Ledger, hardware: Hardware) -> str:
@@ -132,12 +133,16 @@ def _case(ledger: Ledger, hardware: Hardware) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _nearest(hardware: Hardware) -> str:
-    """What else there is of this model on this card, or of this model at all."""
-    model, gpu = hardware.model, hardware.gpu
+def _nearest(here: Here) -> str:
+    """What else there is of this model on this card, or of this model at all, and in what it differs."""
+    model, gpu, size = here.hardware.model, here.hardware.gpu, here.hardware.tensor_parallel_size
     name = None if model is None else _profiled_model(model)
     of_model = [each for each in bundled_profiles() if each.model == name]
     on_gpu = [each for each in of_model if gpu is not None and each.gpu == gpu.name]
+    of_size = [each for each in on_gpu if each.tensor_parallel_size == size]
+    if model is not None and of_size:
+        unlike = min((_other_types(each, model, here.kv_cache_dtype) for each in of_size), key=lambda each: len(each))
+        return f"; there is one for {' and '.join(unlike)}"
     if on_gpu:
         sizes = sorted({each.tensor_parallel_size for each in on_gpu})
         return f"; there is one for tensor_parallel_size {', '.join(map(str, sizes))}"
@@ -145,14 +150,22 @@ def _nearest(hardware: Hardware) -> str:
     return f"; there is one on {', '.join(gpus)}" if gpus else ""
 
 
+def _other_types(profile: BundledProfile, model: ModelSpec, kv_cache_dtype: str) -> list[str]:
+    """Types of a profile that the scenario has not."""
+    unlike = [] if profile.dtype == model.dtype else [f"dtype {profile.dtype}"]
+    if profile.kv_cache_dtype != plain_kv_dtype(kv_cache_dtype, model.dtype):
+        unlike.append(f"kv_cache_dtype {profile.kv_cache_dtype}")
+    return unlike
+
+
 # -- a profile that was named
 
 
-def _given_profile(ledger: Ledger, spec: ProfileCost, hardware: Hardware) -> ChosenCost:
+def _given_profile(ledger: Ledger, spec: ProfileCost, here: Here) -> ChosenCost:
     if spec.path is not None:
-        return _of_profile(ledger, _read(ledger, spec.path), spec.path, spec, hardware)
+        return _of_profile(ledger, _read(ledger, spec.path), spec.path, spec, here)
     assert spec.name is not None, "the schema asks for it"
-    return _of_profile(ledger, load_bundled(spec.name), spec.name, spec, hardware)
+    return _of_profile(ledger, load_bundled(spec.name), spec.name, spec, here)
 
 
 def _read(ledger: Ledger, name: str) -> CostModel:
@@ -165,10 +178,8 @@ def _read(ledger: Ledger, name: str) -> CostModel:
         raise ScenarioUnreadable(f"cannot read profile {path}: not UTF-8 text ({error.reason})") from error
 
 
-def _of_profile(
-    ledger: Ledger, cost: CostModel, name: str, spec: AutoCost | ProfileCost, hardware: Hardware | None = None
-) -> ChosenCost:
-    """A profile as the scenario wants it used; one that was named is held against the ``hardware``."""
+def _of_profile(ledger: Ledger, cost: CostModel, name: str, spec: AutoCost | ProfileCost, here: Here) -> ChosenCost:
+    """A profile as the scenario wants it used; one that was named is held against what the scenario has."""
     if not isinstance(cost, FittedCost):
         for key in ("noise", "refuse_outside"):
             if getattr(spec, key):
@@ -177,24 +188,32 @@ def _of_profile(
                     f"nor domain: leave {key} out"
                 )
         return ChosenCost(cost, name)
-    if hardware is not None:
-        _check_is_of(ledger, cost.evidence.provenance, name, hardware)
+    if isinstance(spec, ProfileCost):
+        cost = _held_against(ledger, cost, name, here)
+    if here.hardware.pipeline_parallel_size > 1:
+        cost = _without_stated_error(cost, "the profile's steps are not those of a pipeline's stages")
     stated = statement.statement_of(cost.describe())
     assert stated is not None, "a fitted model is calibrated"
     ledger.notes.append(f"Step times come from the profile {name}: {stated.origin}; error {stated.error}.")
     if spec.noise and cost.evidence.provenance.get("source") in ("composed", "transferred"):
         ledger.notes.append(
-            f"The noise of {name} is how far such profiles lie from real steps, not how a step scatters that is "
-            "repeated: no step of it was measured."
+            f"The noise of {name} is how real steps scatter around fits to them; that the profile as a whole may be "
+            "off is not in it."
+        )
+    if here.config.num_speculative_tokens:
+        ledger.notes.append(
+            f"The profile {name} knows decodes of one token and prompt chunks: a step that verifies drafts is priced "
+            "as a step of short prompt chunks, which makes it too long, and the stated error does not cover it."
         )
     if spec.refuse_outside:
         cost = FittedCost(cost.parameters, cost.evidence, refuse_outside=True)
     return ChosenCost(cost, name, bool(spec.noise))
 
 
-def _check_is_of(ledger: Ledger, provenance: Mapping[str, Any], name: str, hardware: Hardware) -> None:
+def _held_against(ledger: Ledger, cost: FittedCost, name: str, here: Here) -> FittedCost:
     """Warn of a profile of something else; refuse one of another tensor parallelism, which is never meant."""
-    made_for, size = _tensor_parallel_size(provenance), hardware.tensor_parallel_size
+    stated = Provenance(cost.evidence.provenance, name)
+    made_for, size = stated.tensor_parallel_size(), here.hardware.tensor_parallel_size
     if made_for is not None and made_for != size:
         raise ledger.blame(
             f"the profile {name} is one of tensor_parallel_size {made_for}, the scenario has {size}: set "
@@ -203,57 +222,19 @@ def _check_is_of(ledger: Ledger, provenance: Mapping[str, Any], name: str, hardw
             "cost",
             *ProfileCost.model_fields,
         )
-    differing = list(_differing(provenance, hardware, _kv_cache_dtype(ledger)))
-    if differing:
-        ledger.warnings.append(
-            f"the profile {name} was made for something else, so that its step times and its stated error do not hold "
-            f"here: {'; '.join(differing)}"
-        )
-
-
-def _tensor_parallel_size(provenance: Mapping[str, Any]) -> int | None:
-    """As the profile states it; what is no whole number says nothing."""
-    stated = provenance.get("tensor_parallel_size", provenance.get("tp"))
-    if isinstance(stated, int) and not isinstance(stated, bool):
-        return stated
-    return int(stated) if isinstance(stated, str) and stated.strip().isdecimal() else None
-
-
-def _differing(provenance: Mapping[str, Any], hardware: Hardware, kv_cache_dtype: str) -> Iterator[str]:
-    model, gpu = hardware.model, hardware.gpu
-    of_model, of_gpu, dtype = (_text(provenance.get(key)) for key in ("model", "gpu", "dtype"))
-    if of_model and model is not None and not _names_model(of_model, model):
-        yield f"model {of_model}, the scenario has {model.name}"
-    if of_gpu and gpu is not None and not _names_gpu(of_gpu, gpu.name):
-        yield f"gpu {of_gpu}, the scenario has {gpu.name}"
-    if dtype and dtype != "auto" and model is not None and _DTYPES.get(dtype, dtype) != model.dtype:
-        yield f"dtype {dtype}, the scenario has {model.dtype}"
-    of_cache = _text(provenance.get("kv_cache_dtype"))
-    if of_cache and model is not None:
-        there, here = (_plain_kv_dtype(each, model.dtype) for each in (of_cache, kv_cache_dtype))
-        if there != here:
-            yield f"kv_cache_dtype {there}, the scenario has {here}"
-
-
-_DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-def _text(value: object) -> str:
-    return value.strip() if isinstance(value, str) else ""
-
-
-def _names_model(text: str, model: ModelSpec) -> bool:
-    """Whether text of people's own is a name of that model, or of one of its shapes."""
-    alike = (text.casefold(), text.rpartition("/")[2].casefold())
-    return (
-        alike[0] == model.name.casefold()
-        or alike[1] == model.name.rpartition("/")[2].casefold()
-        or (_has_shapes_of(text, model))
+    if others := list(remarks(stated, here)):
+        ledger.notes.append(f"The profile {name} was made with {'; '.join(others)}.")
+    facts = list(differing(stated, here))
+    if not facts:
+        return cost
+    ledger.warnings.append(
+        f"the profile {name} was made for something else, so that its step times and its stated error do not hold "
+        f"here: {'; '.join(facts)}"
     )
+    return _without_stated_error(cost, "the profile was made for something else")
 
 
-def _names_gpu(text: str, name: str) -> bool:
-    try:
-        return load_gpu(text).name == name
-    except ValueError:
-        return False
+def _without_stated_error(cost: FittedCost, why: str) -> FittedCost:
+    """The same prices, of which no output says an error that would not hold."""
+    provenance = {**cost.evidence.provenance, "stated_error": {"rests_on": why}}
+    return FittedCost(cost.parameters, replace(cost.evidence, provenance=provenance))

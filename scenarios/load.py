@@ -31,6 +31,7 @@ from windtunnel.scenarios.schema import (
 )
 from windtunnel.scenarios.workloads.errors import printable
 from windtunnel.sim.cost.lookup import is_path
+from windtunnel.sim.deployment.model import is_bundled
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -77,6 +78,17 @@ class Loaded:
         except RuntimeError as error:  # ~nobody
             raise ScenarioUnreadable(f"{key} = {_shown(value)}: {str(error).rstrip('.')}") from None
         return path if is_override else self.base_dir / path
+
+    def model_of(self, section: str, key: str, value: str) -> str:
+        """A model given under a key, as ``load_model`` is to be asked for it.
+
+        The name of a bundled model means that one, whatever is called so in the working folder; ``./NAME`` and all
+        else that is there is a path, and stays one.
+        """
+        path = self.path_of(section, key, value)
+        if is_bundled(value) or not path.exists():
+            return value
+        return f"./{path}" if is_bundled(str(path)) else str(path)
 
     def source_of(self, *path: str) -> str | None:
         """Who gave this key (or, by an override, its whole section); None if nobody did."""

@@ -19,7 +19,7 @@ from windtunnel.sim.cost.roofline import RooflineCost
 from windtunnel.sim.deployment.engine_args import ENGINE
 from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu, siblings
 from windtunnel.sim.deployment.memory import KvPool
-from windtunnel.sim.deployment.model import ModelFileUnreadable, ModelSpec, load_model
+from windtunnel.sim.deployment.model import ModelFileUnreadable, ModelSpec, is_bundled, load_model
 from windtunnel.sim.deployment.versions import VersionProfile, profile
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.dynamic import DynamicConfig
@@ -169,7 +169,7 @@ def resolve(loaded: Loaded) -> Resolved:
     hardware = read_hardware(ledger)
     config, pool = make_engine(ledger, hardware)
     _check_context(ledger, hardware.model, config.max_model_len)
-    cost = make_cost(ledger, hardware)
+    cost = make_cost(ledger, hardware, config)
     system = _system(ledger, hardware, config, cost, seed)
     slo, goodput = _objectives(ledger)
     workload = make_workload(ledger, seed)
@@ -274,7 +274,11 @@ def _model(ledger: Ledger) -> ModelSpec | None:
     if given.model is None:
         return None
     path = ledger.loaded.path_of("deployment", "model", given.model)
-    name = str(path) if path.exists() else given.model
+    name = ledger.loaded.model_of("deployment", "model", given.model)
+    if name == given.model and is_bundled(name) and path.exists():
+        ledger.notes.append(
+            f"Model {name} is the bundled one; {path}, which is called so too, is not read: write ./{name} for it."
+        )
     try:
         model = ledger.attempt("deployment", "model", lambda: load_model(name))
     except OSError as error:
@@ -282,7 +286,7 @@ def _model(ledger: Ledger) -> ModelSpec | None:
     except ScenarioError as error:
         is_unreadable = isinstance(error.__cause__, OSError | ModelFileUnreadable)
         raise (ScenarioUnreadable(str(error)) if is_unreadable else error) from error.__cause__
-    if not path.exists() and name != model.name:
+    if is_bundled(name) and name != model.name:
         ledger.notes.append(f"Model {name} is {model.name}.")
     dtype = _DTYPE_ALIASES.get(given.dtype or "auto", given.dtype or "auto")
     if dtype != "auto":

@@ -88,6 +88,7 @@ def _entry(folder: Path, name: str, cost: FittedCost) -> dict[str, Any]:
         **{key: origin.get(key) for key in ("source", "statement", "stated_error")},
         "name": name,
         "device": origin.get("gpu"),
+        "largest_steps": bundled.largest_steps(cost.evidence.domain),
         "checksum": json.loads(path.read_text())["checksum"],
     }
     return {each.name: known[each.name] for each in fields(bundled.BundledProfile)}

@@ -68,8 +68,8 @@ def write_aiconfigurator(
     decode = _attention(heads, batch_size=(1, 4, 32, 256), step=(1, 127, 1023, 8191))
     decode["isl"] = 1
     decode["latency"] = decode_s(decode["batch_size"], decode["step"] + 1, decode["num_key_value_heads"])
-    reduce = _grid(num_gpus=(2, 4), message_size=(128, 8192, 2**19, 2**23, 2**26))
-    reduce["latency"] = reduce_s(reduce["num_gpus"], reduce["message_size"])
+    reduce = _grid(num_gpus=(2, 4), message_size=(128, 4096, 2**18, 2**22, 2**25))  # elements of two bytes
+    reduce["latency"] = reduce_s(reduce["num_gpus"], 2 * reduce["message_size"])
     reduce["backend"], reduce["allreduce_dtype"] = "vllm_graph", "bfloat16"
     eager = reduce.assign(backend="vllm_eager", latency=reduce["latency"] + 2e-5)
     tables = {

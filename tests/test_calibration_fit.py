@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from conftest import REPO_ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.calibration_b300 import SIZES, b300_table, outcome
+from benchmarks.calibration_b300 import RUN, SIZES, b300_table, outcome
 from windtunnel.calibrate.crossval import folds_by_shape, split_by_shape
-from windtunnel.calibrate.errors import error_lines, error_table
+from windtunnel.calibrate.errors import error_lines, error_table, far_off, far_off_text
 from windtunnel.calibrate.fit import Form, StepTimeFit
+from windtunnel.calibrate.robust import solve
 from windtunnel.calibrate.step_tables import StepTable, StepTableError, read_step_table
 from windtunnel.cli.main import main
 from windtunnel.sim.cost.features import Curve
@@ -25,6 +27,7 @@ from windtunnel.sim.cost.profile import load_profile
 from windtunnel.sim.engine.plan import StepShape
 
 B300_STEPS = REPO_ROOT.parent / "shared" / "steps" / "vllm_b300_qwen3_32b_sweep.parquet"
+HARD_DIVISION = 2311633212882415977
 NEVER = NoiseBin("decode", 0, 0.0, 0.0, 0.0, 0)
 TRUTH = FittedParameters(
     base_s=5e-3,
@@ -82,6 +85,118 @@ def test_noise_and_intervals_are_those_of_the_steps() -> None:
     assert 0.86 < covered < 0.94
     sigmas = [each.sigma for each in cost.evidence.noise if each.regime != OUTSIDE]
     assert sigmas == pytest.approx([0.03] * len(sigmas), rel=0.35)
+
+
+@st.composite
+def laws(draw: st.DrawFn) -> FittedParameters:
+    """Laws of very different machines; many parts are missing in each."""
+
+    def up_to(most_s: float) -> st.SearchStrategy[float]:
+        return st.one_of(st.just(0.0), st.floats(most_s / 1000, most_s))
+
+    first, second = draw(up_to(1e-2)), draw(up_to(1e-3))
+    return FittedParameters(
+        base_s=draw(st.floats(1e-4, 2e-2)),
+        tokens=Curve((0, 256, 8192), (0.0, first, first + draw(st.floats(1e-2, 1.0)))),
+        decode_seqs=Curve((0, 8, 64), (0.0, second, second + draw(up_to(1e-2)))),
+        decode_context=Curve((0, 200_000), (0.0, draw(up_to(3e-2)))),
+        prefill_s=draw(up_to(1e-2)),
+        prefill_seq_s=draw(up_to(1e-4)),
+        pair_s=draw(up_to(1e-8)),
+        prefill_context_s=draw(up_to(1e-6)),
+        sampled_s=draw(up_to(1e-5)),
+        mixed_s=draw(up_to(1e-3)),
+        mixed_seq_s=0.0,
+    )
+
+
+FINE = Form(2.0, 4.0, 4.0, mixed=True)
+SHARES = ("one", "largest", "smallest", "5 %")
+
+
+def spoilt(step_s: Any, share: str, factors: Any, rng: np.random.Generator) -> Any:
+    """The same times, those of some steps wrong by one of the factors."""
+    rows = {
+        "one": [int(rng.integers(len(step_s)))],
+        "largest": [int(np.argmax(step_s))],
+        "smallest": [int(np.argmin(step_s))],
+        "5 %": rng.choice(len(step_s), len(step_s) // 20, replace=False),
+    }[share]
+    wrong_s = step_s.copy()
+    wrong_s[rows] *= rng.choice(factors, len(rows))
+    return wrong_s
+
+
+@given(laws(), st.sampled_from(SHARES), st.sampled_from([(50.0,), (0.02,), (50.0, 0.02)]), st.integers(0, 10**6))
+def test_steps_that_are_far_off_do_not_move_the_fit(law: FittedParameters, share: str, factors: Any, seed: int) -> None:
+    """The median error of the other steps rises by two percentage points at most, on a noise of 2 %."""
+    rng, shape = np.random.default_rng(seed), shapes(150, seed)
+    exact_s = FittedCost(law, Evidence(Domain.of(shape), (NEVER,))).step_time_s(shape)
+    clean_s = exact_s * np.exp(0.02 * rng.standard_normal(150))
+    wrong_s = spoilt(clean_s, share, factors, rng)
+    same = wrong_s == clean_s
+    clean, wrong = (fixed_fit(StepTable(shape, step_s)).step_time_s(shape)[same] for step_s in (clean_s, wrong_s))
+    assert np.median(np.abs(wrong / clean_s[same] - 1)) <= np.median(np.abs(clean / clean_s[same] - 1)) + 0.02
+
+
+def fixed_fit(table: StepTable) -> FittedCost:
+    """By one form, without cross-validation."""
+    parameters = StepTimeFit()._parameters(table, FINE)
+    return FittedCost(parameters, Evidence(Domain.of(table.shapes), (NEVER,)))
+
+
+@pytest.mark.parametrize("share", ["largest", "5 %"])
+def test_steps_that_are_far_off_do_not_move_the_whole_fit(share: str) -> None:
+    table = measured(shapes(120, 5), noise=0.02)
+    wrong_s = spoilt(table.step_s, share, (50.0, 0.02), np.random.default_rng(2))
+    cost = StepTimeFit().fit(StepTable(table.shapes, wrong_s))
+    assert np.median(np.abs(cost.step_time_s(table.shapes) / table.step_s - 1.0)) < 0.025
+    assert "left_out_forms" not in cost.evidence.provenance
+
+
+@given(st.integers(0, 10**6), st.floats(1e-3, 1e3))
+def test_a_fit_has_settled(seed: int, scale: float) -> None:
+    """Neither the order of the steps nor the unit of time matters, as it would to a fit that stopped half-way."""
+    rng = np.random.default_rng(seed)
+    columns = np.abs(rng.standard_normal((60, 5))) * [1.0, 1.0, 10.0, 0.1, 1.0] + 0.1
+    step_s = columns @ np.array([1.0, 0.0, 0.2, 3.0, 0.5]) * np.exp(0.05 * rng.standard_normal(60))
+    step_s[:3] *= (50.0, 0.02, 8.0)
+    regimes, weights, ridge = rng.integers(0, 3, 60), rng.uniform(0.3, 1.0, 60), np.full(5, 1e-4)
+    order = rng.permutation(60)
+    first = columns @ solve(columns, step_s, regimes, weights, ridge)
+    again = columns @ solve(columns[order], scale * step_s[order], regimes[order], weights[order], ridge)
+    assert again / scale == pytest.approx(first, rel=2e-3)
+
+
+class Broken(StepTimeFit):
+    """Some of the fits to all 90 steps come out far too slow."""
+
+    def __init__(self, *broken: int) -> None:
+        super().__init__()
+        self.broken = broken
+        self.num_whole = 0
+
+    def _parameters(self, table: StepTable, form: Form) -> FittedParameters:
+        parameters = super()._parameters(table, form)
+        if len(table) < 90:
+            return parameters
+        self.num_whole += 1
+        return replace(parameters, base_s=parameters.base_s + 0.5 * (self.num_whole in self.broken))
+
+
+def test_a_model_that_misses_its_own_steps_is_left_out_of_the_mean() -> None:
+    table = measured(shapes(90, 1), noise=0.03)
+    whole = StepTimeFit().fit(table).evidence.provenance
+    forms = [whole["form"], *whole["other_forms"]]
+    told = Broken(2).fit(table)
+    kept = told.evidence.provenance
+    assert [kept["form"], *kept["left_out_forms"], *kept["other_forms"]] == forms
+    assert np.median(np.abs(told.step_time_s(table.shapes) / table.step_s - 1.0)) < 0.03
+
+
+def test_a_fit_whose_models_all_miss_their_own_steps_is_refused() -> None:
+    with pytest.raises(StepTableError, match=r"misses the steps it was fitted to.*decode \d+\.\d%"):
+        Broken(1, 2, 3).fit(measured(shapes(90, 1), noise=0.03))
 
 
 def test_a_fit_is_repeatable() -> None:
@@ -165,6 +280,24 @@ def test_errors_are_stated_by_regime_and_size() -> None:
     text = error_table(list(lines.values())).splitlines()
     assert len({len(line) for line in text}) == 1
     assert text[1].split()[:2] == ["all", "90"]
+    assert text[0].startswith("held out ")
+    assert error_table(list(lines.values()), "live steps").startswith("live steps ")
+
+
+def test_the_bias_is_also_told_without_steps_that_no_model_could_follow() -> None:
+    table = measured(shapes(90, 1))
+    predicted_s, decodes = 0.99 * table.step_s, np.flatnonzero(table.shapes.num_prefill_seqs == 0)
+    assert far_off(table, predicted_s) == {}
+    table.step_s[decodes[3]] *= 90
+    lines = error_lines(table, predicted_s, np.ones(90, bool))
+    far = far_off(table, predicted_s)
+    assert far["decode"]["num_steps"] == far["all"]["num_steps"] == 1
+    assert far["decode"]["bias_percent_without"] == pytest.approx(-1.0)
+    assert {line.regime: line.bias_percent for line in lines}["decode"] < -30
+    assert "decode: 1 step is beyond ten robust standard deviations; without it the bias is -1.00 %" in (
+        far_off_text(lines, far).splitlines()
+    )
+    assert "prefill" not in far_off_text(lines, far)
 
 
 def test_a_table_of_shapes_is_read_as_it_is(tmp_path: Path) -> None:
@@ -307,13 +440,35 @@ def test_the_command_ends_with_one_message(
 
 
 @pytest.mark.skipif(not B300_STEPS.exists(), reason="needs the shared step logs")
-@pytest.mark.parametrize("size", SIZES)
-def test_real_steps_on_b300_are_predicted_for_shapes_left_out(size: int) -> None:
-    """Median error at most 2.5 %, nine of ten within 6 %, 85 to 95 % inside of the 90 % interval: over three splits.
+def test_one_step_of_800_ms_does_not_take_the_others_with_it() -> None:
+    """A division in which a fit that stopped half-way was 87 % off on the decodes that it was fitted to."""
+    table = b300_table(B300_STEPS, 2)
+    rows = pd.read_parquet(B300_STEPS)
+    rows = rows[rows["run"] == RUN.format(size=2)]
+    names = ["sum_prefill_tokens", "num_prefill_requests", "sum_prefill_kv_tokens", "var_prefill_length"]
+    shape = rows[[*names, "num_decode_requests", "sum_decode_kv_tokens"]].astype(str).agg("|".join, axis=1)
+    known = np.array(sorted(shape.unique()))
+    chosen = np.random.default_rng(HARD_DIVISION).permutation(known)[: round(0.7 * len(known))]
+    fitted = shape.isin(set(chosen)).to_numpy()
+    train, test = table.take(fitted), table.take(~fitted)
+    decodes = train.shapes.num_prefill_seqs == 0
+    assert train.step_s[decodes].max() > 0.8
+    cost = StepTimeFit().fit(train)
+    own, unseen = (np.abs(cost.step_time_s(each.shapes) / each.step_s - 1.0) for each in (train, test))
+    assert np.median(own[decodes]) < 0.025
+    assert np.median(unseen) < 0.025
+    assert cost.evidence.provenance["far_off_steps"]["decode"]["num_steps"] == 1
 
-    Coverage is their mean: of about 40 shapes that differ in repeats, a single split's is off by 7 points either way.
+
+@pytest.mark.skipif(not B300_STEPS.exists(), reason="needs the shared step logs")
+def test_real_steps_on_b300_are_predicted_for_shapes_left_out() -> None:
+    """Median error at most 2.5 %, nine of ten within 6 %, 85 to 95 % inside of the 90 % interval.
+
+    Errors are the medians of three divisions at each size.  Coverage is the mean of all twelve: of about 40 shapes that
+    differ in repeats, a single division's is off by 7 points either way.
     """
-    outcomes = [outcome(b300_table(B300_STEPS, size), seed) for seed in range(3)]
-    assert np.median([each.median_percent for each in outcomes]) <= 2.5
-    assert np.median([each.p90_percent for each in outcomes]) <= 6.0
-    assert 85 <= np.mean([each.covered_percent for each in outcomes]) <= 95
+    outcomes = {size: [outcome(b300_table(B300_STEPS, size), seed) for seed in range(3)] for size in SIZES}
+    for size, each in outcomes.items():
+        assert np.median([one.median_percent for one in each]) <= 2.5, size
+        assert np.median([one.p90_percent for one in each]) <= 6.0, size
+    assert 85 <= np.mean([one.covered_percent for each in outcomes.values() for one in each]) <= 95

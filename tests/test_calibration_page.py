@@ -23,7 +23,9 @@ def group(name: str, num_steps: int = 12) -> dict[str, Any]:
     steps = np.arange(1, num_steps + 1)
     prompts = np.arange(num_steps) % 2
     nothing = np.zeros(num_steps, np.int64)
-    columns: Any = [steps * (1 - prompts), 10 * steps * (1 - prompts), prompts, steps * prompts, nothing, steps, steps]
+    decodes, tokens = steps * (1 - prompts), steps * prompts
+    pairs = tokens * (tokens + 1) // 2
+    columns: Any = [decodes, 10 * decodes, prompts, tokens, nothing, pairs, decodes + prompts]
     table = StepTable(StepShape(*columns), 0.01 * steps.astype(np.float64))
     return _group(name, table, 1.1 * table.step_s, np.ones(num_steps, bool))
 

@@ -19,6 +19,7 @@ from windtunnel.sim.cost.constant import ConstantCost
 from windtunnel.sim.cost.fitted import FittedCost, OutsideDomain
 from windtunnel.sim.cost.profile import save_profile
 from windtunnel.sim.cost.roofline import RooflineCost
+from windtunnel.sim.engine.plan import StepShape
 
 NAME = "llama-h100"
 SMALL: dict[str, Any] = {
@@ -82,8 +83,8 @@ def test_the_default_is_the_bundled_profile_of_that_deployment(profile: FittedCo
     [
         ({"gpu": "l40s"}, "L40S, tensor_parallel_size 1, bfloat16; there is one on H100-SXM"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size 2, bfloat16; there is one for tensor_parallel_size 1"),
-        ({"dtype": "float16"}, "tensor_parallel_size 1, float16; there is one for tensor_parallel_size 1"),
-        ({"kv_cache_dtype": "fp8"}, "bfloat16, kv_cache_dtype fp8; there is one for tensor_parallel_size 1"),
+        ({"dtype": "float16"}, "tensor_parallel_size 1, float16; there is one for dtype bfloat16 ("),
+        ({"kv_cache_dtype": "fp8"}, "bfloat16, kv_cache_dtype fp8; there is one for kv_cache_dtype auto ("),
         ({"model": "qwen2.5-7b"}, "on H100-SXM, tensor_parallel_size 1, bfloat16 (windtunnel profiles list)"),
     ],
 )
@@ -107,12 +108,73 @@ def test_a_config_json_of_the_same_shapes_gets_the_profile_and_one_of_others_doe
     from windtunnel.sim.deployment.model import read_model_config
 
     config, _ = read_model_config(MODEL)
-    for name, changes in (("tuned", {"max_position_embeddings": 8192}), ("pruned", {"num_hidden_layers": 30})):
+    for name, changes in OF_ONE_NAME.items():
         folder = tmp_path / name / "llama-3.1-8b-instruct"
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps({**config, **changes}))
     assert isinstance(resolved(model=str(tmp_path / "tuned" / "llama-3.1-8b-instruct")).cost, FittedCost)
-    assert isinstance(resolved(model=str(tmp_path / "pruned" / "llama-3.1-8b-instruct")).cost, RooflineCost)
+    for name in ("pruned", "quantised"):
+        assert isinstance(resolved(model=str(tmp_path / name / "llama-3.1-8b-instruct")).cost, RooflineCost)
+
+
+OF_ONE_NAME: dict[str, dict[str, Any]] = {
+    "tuned": {"max_position_embeddings": 8192},
+    "pruned": {"num_hidden_layers": 30},
+    "quantised": {"quantization_config": {"quant_method": "fp8"}},
+}
+
+
+def own_model(folder: Path, **changes: Any) -> str:
+    """A folder under the name of a bundled model, with a config.json of other numbers; its name."""
+    from windtunnel.sim.deployment.model import read_model_config
+
+    (folder / "Llama-3.1-8B-Instruct").mkdir(parents=True)
+    config, _ = read_model_config(MODEL)
+    (folder / "Llama-3.1-8B-Instruct" / "config.json").write_text(json.dumps({**config, **changes}))
+    return "Llama-3.1-8B-Instruct"
+
+
+def test_a_model_given_as_a_path_is_that_one_even_under_a_bundled_name(
+    profile: FittedCost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = own_model(tmp_path, num_hidden_layers=4)
+    for given in (f"./{name}", f"./{name}/config.json", f"../{tmp_path.name}/{name}", str(tmp_path / name)):
+        answer = resolved(model=given)
+        assert answer.model is not None
+        assert answer.model.num_layers == 4, given
+        assert isinstance(answer.cost, RooflineCost)
+    monkeypatch.chdir("/")
+    (tmp_path / "mine.toml").write_text(f'[deployment]\nmodel = "./{name}"\ngpu = "h100"\n')
+    own = {key: Override(value, key) for key, value in SMALL.items() if key not in ("model", "gpu")}
+    from_file = resolve(load_scenario(tmp_path / "mine.toml", own))
+    assert from_file.model is not None
+    assert from_file.model.num_layers == 4
+
+
+def test_a_bundled_name_is_the_bundled_model_and_a_folder_of_that_name_is_told_of(
+    profile: FittedCost, tmp_path: Path
+) -> None:
+    name = own_model(tmp_path, num_hidden_layers=4)
+    answer = resolved(model=name)
+    assert answer.model is not None
+    assert answer.model.num_layers == 32
+    assert f"Model {name} is the bundled one; {name}, which is called so too, is not read: write ./{name}" in told(
+        answer
+    )
+    assert "is not read" not in told(resolved(model=f"./{name}"))
+
+
+def test_a_drafter_given_as_a_path_is_that_one_even_under_a_bundled_name(profile: FittedCost, tmp_path: Path) -> None:
+    name = own_model(tmp_path, num_hidden_layers=2)
+    drafts = {"method": "draft_model", "num_speculative_tokens": 2, "acceptance": 0.7}
+    decode = StepShape(8, 8000, 0, 0, 0, 0, 8)
+    times_s = {}
+    for given in (name, f"./{name}"):
+        drafting = resolved(speculative={**drafts, "draft_model": given}).system.drafting
+        assert drafting is not None
+        assert drafting.cost is not None
+        times_s[given] = drafting.cost.time_s(decode)
+    assert times_s[f"./{name}"] < 0.5 * times_s[name], "two layers cost less than 32"
 
 
 @pytest.mark.parametrize(
@@ -165,9 +227,11 @@ def test_every_bundled_profile_is_the_default_of_its_own_deployment() -> None:
     known = [each for each in bundled_profiles() if each.gpu is not None]
     for each in known:
         settings = {"model": each.model, "gpu": each.gpu, "tensor_parallel_size": each.tensor_parallel_size}
-        answer = resolved(**settings, dtype=each.dtype, kv_cache_dtype=each.kv_cache_dtype, max_model_len=4096)
+        settings |= {"dtype": each.dtype, "kv_cache_dtype": each.kv_cache_dtype, "max_model_len": 4096}
+        answer = resolved(**settings)
         assert chosen(answer)[0] == f"profile {each.name}"
         assert answer.warnings == ()
+        assert resolved(**settings, profile=each.name).warnings == (), "nor by its name"
         summary = answer.describe()["metadata"]
         assert summary["cost_model_statement"]
 
@@ -185,6 +249,16 @@ def test_a_profile_is_given_by_name_or_path_in_a_short_form_or_in_full(profile: 
         assert isinstance(answer.cost, FittedCost)
         assert answer.cost.parameters == other.parameters
     assert resolved(cost={"kind": "profile", "name": NAME}).profile == NAME
+
+
+def test_a_bundled_name_wins_over_a_file_of_that_name(profile: FittedCost, tmp_path: Path) -> None:
+    other = fitted(base_s=9e-3)
+    for name in (NAME, "my-profile"):
+        save_profile(other, tmp_path / name)
+    for given, expected in ((NAME, profile), (NAME.upper(), profile), (f"./{NAME}", other), ("my-profile", other)):
+        answer = resolved(profile=given)
+        assert isinstance(answer.cost, FittedCost)
+        assert answer.cost.parameters == expected.parameters, given
 
 
 def test_the_default_does_not_change_by_naming_it(profile: FittedCost) -> None:
@@ -237,6 +311,17 @@ def test_a_profile_of_another_kind_has_neither_noise_nor_domain(profile: FittedC
         ({"gpu": "some card"}, "gpu some card, the scenario has H100-SXM"),
         ({"dtype": "float16"}, "dtype float16, the scenario has bfloat16"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8, the scenario has auto"),
+        ({"gpu": None, "device": "cpu: some processor"}, "device cpu: some processor, the scenario has H100-SXM"),
+        ({"quantization": "fp8"}, "quantization fp8, the scenario has none"),
+        ({"pipeline_parallel_size": 4}, "pipeline_parallel_size 4, the scenario has 1"),
+        ({"pipeline_parallel_size": "4"}, "pipeline_parallel_size 4, the scenario has 1"),
+        ({"speculative_method": "eagle"}, "speculative_method eagle, the scenario has none"),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens 3, the scenario has 0"),
+        ({"enforce_eager": True}, "no CUDA graphs (enforce_eager), the scenario has them"),
+        ({"enforce_eager": "True"}, "no CUDA graphs (enforce_eager), the scenario has them"),
+        ({"cudagraph_mode": "NONE"}, "no CUDA graphs (enforce_eager), the scenario has them"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel true"),
+        ({"async_scheduling": False}, "async_scheduling false, the scenario has true"),
         ({"model": "qwen2.5-7b", "gpu": "L40S"}, "Llama-3.1-8B-Instruct; gpu L40S, the scenario has H100-SXM"),
     ],
 )
@@ -256,6 +341,10 @@ def test_a_profile_of_something_else_is_a_warning_that_lists_what_differs(
         {"model": None, "gpu": None, "dtype": None, "kv_cache_dtype": None, "tensor_parallel_size": None},
         {"dtype": "auto", "tensor_parallel_size": "1"},
         {"model": "meta-llama/Llama-3.1-8B"},
+        {"dtype": "torch.bfloat16", "kv_cache_dtype": "torch.bfloat16"},
+        {"tensor_parallel_size": 1.0, "tp": "1", "pipeline_parallel_size": "1", "enforce_eager": "false"},
+        {"quantization": "none", "speculative_method": "none", "num_speculative_tokens": 0, "cudagraph_mode": "FULL"},
+        {"engine": "vLLM 0.32.0", "max_num_seqs": 10**6, "async_scheduling": True},
     ],
 )
 def test_other_names_of_the_same_and_what_is_not_stated_are_no_mismatch(
@@ -264,7 +353,124 @@ def test_other_names_of_the_same_and_what_is_not_stated_are_no_mismatch(
     assert resolved(profile=saved(fitted(**origin))).warnings == ()
 
 
-@pytest.mark.parametrize("origin", [{"tensor_parallel_size": 4}, {"tensor_parallel_size": None, "tp": "4"}])
+@pytest.mark.parametrize(
+    ("origin", "differs"),
+    [
+        ({"engine": "vLLM 0.20.1"}, "vLLM 0.20.1, the scenario has vLLM 0.32"),
+        ({"vllm": "0.20.1"}, "vLLM 0.20.1, the scenario has vLLM 0.32"),
+        ({"engine": "some other engine"}, "engine some other engine, the scenario has vLLM 0.32"),
+        ({"max_num_seqs": 1}, "max_num_seqs 1, the scenario has 1,024"),
+        ({"max_num_batched_tokens": "64"}, "max_num_batched_tokens 64, the scenario has 8,192"),
+        ({"max_model_len": 64}, "max_model_len 64, the scenario has 131,072"),
+        ({"block_size": 32}, "block_size 32, the scenario has 16"),
+    ],
+)
+def test_limits_and_the_release_of_a_profile_are_remarked_on(
+    profile: FittedCost, origin: dict[str, Any], differs: str
+) -> None:
+    answer = resolved(profile=saved(fitted(**origin)))
+    assert answer.warnings == ()
+    assert f"The profile mine.json was made with {differs}." in answer.notes
+
+
+@pytest.mark.parametrize(
+    ("origin", "complaint"),
+    [
+        ({"tensor_parallel_size": "two"}, "states tensor_parallel_size = 'two' of its origin, which must be a whole"),
+        ({"tensor_parallel_size": 1.5}, "states tensor_parallel_size = 1.5"),
+        ({"tensor_parallel_size": True}, "states tensor_parallel_size = True"),
+        ({"tensor_parallel_size": 1, "tp": 2}, "states both tensor_parallel_size 1 and tp 2"),
+        ({"pipeline_parallel_size": -1}, "states pipeline_parallel_size = -1"),
+        ({"max_num_seqs": "many"}, "states max_num_seqs = 'many'"),
+        ({"enforce_eager": "perhaps"}, "states enforce_eager = 'perhaps' of its origin, which must be true or false"),
+        ({"gpu": 100}, "states gpu = 100 of its origin, which must be text"),
+        ({"speculative_method": ["eagle"]}, "states speculative_method = ['eagle']"),
+    ],
+)
+def test_a_fact_of_the_wrong_kind_is_named(profile: FittedCost, origin: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ScenarioError) as error:
+        resolved(profile=saved(fitted(**origin)))
+    assert complaint in str(error.value)
+    assert "--provenance" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({"num_hidden_layers": 4}, "with num_layers 32 (the scenario's: 4)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_format none (the scenario's: fp8)"),
+    ],
+)
+@pytest.mark.parametrize("stated", [MODEL, "llama-3.1-8b", "somebody/Llama-3.1-8B-Instruct"])
+def test_a_model_of_the_same_name_and_other_numbers_is_no_match(
+    profile: FittedCost, tmp_path: Path, stated: str, changes: dict[str, Any], differs: str
+) -> None:
+    model = str(tmp_path / own_model(tmp_path, **changes))
+    (warning,) = resolved(model=model, profile=saved(fitted(model=stated))).warnings
+    assert differs in warning
+
+
+def test_weights_that_a_profile_says_are_quantised_match_a_model_that_is(profile: FittedCost, tmp_path: Path) -> None:
+    model = str(tmp_path / own_model(tmp_path, **OF_ONE_NAME["quantised"]))
+    assert resolved(model=model, profile=saved(fitted(quantization="fp8"))).warnings == ()
+    (warning,) = resolved(model=model, profile=saved(fitted(quantization="awq"))).warnings
+    assert "quantization awq, the scenario has fp8, 8 bits" in warning
+
+
+def test_a_speculating_scenario_matches_a_profile_of_one(profile: FittedCost) -> None:
+    path = saved(fitted(speculative_method="eagle3", num_speculative_tokens=2))
+    assert resolved(profile=path, speculative="eagle3:num_speculative_tokens=2,acceptance=0.7").warnings == ()
+
+
+def test_an_error_that_does_not_hold_is_not_printed(profile: FittedCost) -> None:
+    for answer, why in (
+        (resolved(profile=saved(fitted(gpu="L40S"))), "the profile was made for something else"),
+        (resolved(pipeline_parallel_size=2), "the profile's steps are not those of a pipeline's stages"),
+    ):
+        metadata = answer.describe()["metadata"]
+        assert metadata["step_time_error_p50_percent"] is None
+        assert metadata["step_time_error_p90_percent"] is None
+        assert "4.2 %" not in told(answer)
+        assert f"error not known: {why}" in told(answer)
+
+
+def test_a_pipeline_says_what_its_stages_leave_out(profile: FittedCost) -> None:
+    (calibrated,) = resolved(pipeline_parallel_size=2).warnings
+    assert "cut into 2 equal stages" in calibrated
+    assert "the stated error does not hold for it" in calibrated
+    (plain,) = resolved(pipeline_parallel_size=2, cost="roofline").warnings
+    assert "cut into 2 equal stages" in plain
+    assert "stated error" not in plain
+    assert resolved(pipeline_parallel_size=2, cost="constant:step_s=10ms").warnings == ()
+
+
+def test_steps_that_verify_drafts_are_said_to_be_overpriced_by_a_profile(profile: FittedCost) -> None:
+    drafts = "ngram:num_speculative_tokens=2,acceptance=0.7"
+    said = "a step that verifies drafts is priced as a step of short prompt chunks"
+    assert said in told(resolved(speculative=drafts))
+    assert said not in told(resolved())
+    assert said not in told(resolved(speculative=drafts, cost="roofline"))
+
+
+@pytest.mark.parametrize("source", ["composed", "transferred", "measured"])
+def test_noise_of_a_profile_that_was_not_measured_itself_is_told_of(profile: FittedCost, source: str) -> None:
+    path = saved(fitted(source=source))
+    said = (
+        "The noise of mine.json is how real steps scatter around fits to them; that the profile as a whole may be off"
+    )
+    assert (said in told(resolved(profile=path, noise=True))) == (source != "measured")
+    assert said not in told(resolved(profile=path))
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        {"tensor_parallel_size": 4},
+        {"tensor_parallel_size": 4.0},
+        {"tensor_parallel_size": None, "tp": "4"},
+        {"tensor_parallel_size": None, "tp": 4},
+    ],
+)
 def test_a_profile_of_another_tensor_parallelism_is_refused_with_the_way_out(
     profile: FittedCost, origin: dict[str, Any]
 ) -> None:

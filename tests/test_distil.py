@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windtunnel.calibrate.distil import Limits, SourceError, designed_shapes, distil, widened
+from windtunnel.calibrate.distil import Limits, Otherwise, Scatter, SourceError, designed_shapes, distil
 from windtunnel.sim.cost.features import graph_sizes, regimes_of
 from windtunnel.sim.cost.fitted import FittedCost, NoiseBin
 from windtunnel.sim.cost.roofline import RooflineCost
+from windtunnel.sim.cost.statement import statement_of
 from windtunnel.sim.deployment.gpu import load_gpu
 from windtunnel.sim.deployment.model import load_model
 from windtunnel.sim.engine.plan import StepShape
@@ -20,12 +22,13 @@ from windtunnel.sim.engine.plan import StepShape
 LIMITS = Limits(max_num_seqs=256, max_model_len=16_384, max_num_batched_tokens=8192, num_kv_tokens=300_000)
 H100 = RooflineCost(load_model("llama-3.1-8b"), load_gpu("h100"))
 ERROR = SourceError(6.0, 15.0, "12 steps of a like card")
+SCATTER = Scatter({"decode": 0.01, "prefill": 0.04}, "12 steps of a like card do")
 ORIGIN = {"source": "composed"}
 
 
 @pytest.fixture(scope="module")
 def profile() -> FittedCost:
-    return distil(H100.step_time_s, LIMITS, provenance=ORIGIN, extra_error=ERROR)
+    return distil(H100.step_time_s, LIMITS, provenance=ORIGIN, extra_error=ERROR, scatter=SCATTER)
 
 
 def arrays(*rows: StepShape) -> Any:
@@ -54,7 +57,7 @@ def test_padding_to_cuda_graphs_is_kept() -> None:
 
 
 def test_the_same_arguments_give_the_same_profile(profile: FittedCost) -> None:
-    again = distil(H100.step_time_s, LIMITS, provenance=ORIGIN, extra_error=ERROR)
+    again = distil(H100.step_time_s, LIMITS, provenance=ORIGIN, extra_error=ERROR, scatter=SCATTER)
     assert (again.parameters, again.evidence) == (profile.parameters, profile.evidence)
 
 
@@ -67,11 +70,79 @@ def test_intervals_hold_the_error_of_the_source_on_both_sides(profile: FittedCos
         assert high_s >= priced_s / 0.85
 
 
-def test_scatter_is_that_of_a_normal_error_with_the_sources_median() -> None:
-    rng = np.random.default_rng(3)
-    real_over_priced = 1.0 + 0.08 * rng.standard_normal(20_000)
-    error = SourceError(*(100.0 * float(np.percentile(np.abs(real_over_priced - 1.0), p)) for p in (50, 90)), "steps")
-    assert widened(NoiseBin("decode", 8, 0.0, 0.0, 0.0, 100), error).sigma == pytest.approx(0.08, rel=0.03)
+def test_noise_is_the_scatter_of_real_steps_and_not_how_far_the_profile_may_be_off(profile: FittedCost) -> None:
+    sigmas = {each.regime: each.sigma for each in profile.evidence.noise}
+    assert (sigmas["decode"], sigmas["prefill"]) == (0.01, 0.04)
+    assert sigmas["mixed"] == sigmas["outside"] == 0.04, "regimes that were not seen scatter as the widest"
+    assert profile.evidence.provenance["scatter"]["rests_on"] == SCATTER.rests_on
+    assert all(each.high - each.low > 6 * each.sigma for each in profile.evidence.noise)
+
+
+def test_scatter_that_is_not_known_is_no_noise() -> None:
+    cost = distil(H100.step_time_s, LIMITS, provenance=ORIGIN, extra_error=ERROR)
+    assert {each.sigma for each in cost.evidence.noise} == {0.0}
+    assert "not known" in cost.evidence.provenance["scatter"]["rests_on"]
+    assert Scatter.carried(cost) is None
+
+
+def test_scatter_of_fits_is_the_mean_of_theirs_by_the_steps_behind_it(profile: FittedCost) -> None:
+    few, many = (NoiseBin("decode", 8, sigma, -0.1, 0.1, num_steps) for sigma, num_steps in ((0.05, 10), (0.01, 30)))
+    wide = NoiseBin("outside", 8, 0.5, -0.9, 0.9, 30)
+    fits = [
+        FittedCost(profile.parameters, replace(profile.evidence, noise=bins, provenance={}))
+        for bins in ((few, wide), (many,))
+    ]
+    assert Scatter.of(fits, "they do").sigmas == {"decode": pytest.approx(0.02)}
+    carried = Scatter.carried(fits[0])
+    assert carried is not None
+    assert carried.sigmas == {"decode": 0.05}
+    assert Scatter.carried(profile) == SCATTER
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "rests_on", "what"),
+    [
+        ({"decode": -0.1}, "x", "at least 0"),
+        ({}, "x", "at least one regime"),
+        ({"decode": 0.1}, " ", "rests_on must say"),
+    ],
+)
+def test_a_scatter_that_is_none_is_refused(sigmas: dict[str, float], rests_on: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        Scatter(sigmas, rests_on)
+
+
+def test_other_prices_that_may_be_right_widen_the_interval_and_the_stated_error(profile: FittedCost) -> None:
+    cost = _with_other_prices(0.8, 1.25)
+    stated = cost.evidence.provenance["stated_error"]
+    assert stated["otherwise"]["p90_percent"] == pytest.approx(25.0, abs=0.1)
+    own = profile.evidence.provenance["stated_error"]
+    assert stated["p90_percent"] == pytest.approx(own["p90_percent"] + 25.0, abs=0.2)
+    assert "links of other hosts" in stated["rests_on"]
+    for mine, wide in zip(profile.evidence.noise, cost.evidence.noise, strict=True):
+        assert 1.0 + wide.low == pytest.approx(0.8 * (1.0 + mine.low))
+        assert 1.0 + wide.high == pytest.approx(1.25 * (1.0 + mine.high))
+
+
+def test_an_error_beyond_all_use_is_stated_as_not_known() -> None:
+    cost = _with_other_prices(0.3, 1.0)
+    stated = cost.evidence.provenance["stated_error"]
+    assert (stated["p50_percent"], stated["p90_percent"]) == (None, None)
+    assert "links of other hosts, with which steps take from 0.3 to 1 times as long" in stated["rests_on"]
+    told = statement_of(cost.describe())
+    assert told is not None
+    assert told.error.startswith("not known: links of other hosts")
+    assert cost.interval_s(StepShape(8, 8000, 0, 0, 0, 0, 8))[0] < 0.31 * H100.step_time_s(
+        StepShape(8, 8000, 0, 0, 0, 0, 8)
+    )
+
+
+def _with_other_prices(*factors: float) -> FittedCost:
+    def priced(factor: float) -> Any:
+        return lambda shapes: factor * H100.step_time_s(shapes)
+
+    otherwise = Otherwise(tuple(map(priced, factors)), "links of other hosts")
+    return distil(H100.step_time_s, LIMITS, provenance=ORIGIN, extra_error=ERROR, scatter=SCATTER, otherwise=otherwise)
 
 
 def test_no_error_of_real_steps_is_claimed(profile: FittedCost) -> None:

@@ -271,6 +271,7 @@ def test_a_profile_can_be_read_by_people(tmp_path: Path) -> None:
         (lambda p: p["domain"].update(sleep={}), True, "regimes are decode, prefill, mixed, got 'sleep'"),
         (lambda p: p.update(noise=[]), True, "at least one bin of noise"),
         (lambda p: p["noise"][0].update(sigma="wide"), True, "noise.sigma must be a number"),
+        (lambda p: p["noise"][0].update(sigma=1000.0), True, "sigma of a noise bin must be at most 5, got 1000.0"),
         (lambda p: p["errors"][0].pop("num_steps"), True, "errors lacks num_steps"),
         (lambda p: p.update(calibrated=False), True, "calibrated must be true"),
     ],

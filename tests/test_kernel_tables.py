@@ -10,8 +10,9 @@ import pytest
 from kernel_table_builder import context_s, decode_s, gemm_s, reduce_s, write_aiconfigurator, write_profile
 
 from windtunnel.calibrate import aiconfigurator
-from windtunnel.calibrate.aiconfigurator import read_tables
+from windtunnel.calibrate.aiconfigurator import installed_systems, read_all_reduces, read_tables
 from windtunnel.calibrate.kernel_tables import KernelTableError, Rows, read_profiled
+from windtunnel.sim.deployment.gpu import load_gpu
 
 
 def test_a_table_of_aiconfigurator_is_read_in_seconds(tmp_path: Path) -> None:
@@ -34,6 +35,59 @@ def test_all_reduces_are_those_of_cuda_graphs(tmp_path: Path) -> None:
     assert found is not None
     assert found.seconds == pytest.approx([reduce_s(4, 8192)])
     assert "CUDA graphs" in rows.source
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("half", 2), ("float16", 2), ("float32", 4), ("int8", 1)])
+def test_messages_are_counted_in_elements_of_their_type(tmp_path: Path, dtype: str, size: int) -> None:
+    systems = write_aiconfigurator(tmp_path)
+    path = next(systems.rglob("custom_allreduce_perf.parquet"))
+    pd.read_parquet(path).assign(allreduce_dtype=dtype).to_parquet(path)
+    rows = read_tables("A100-80GB-SXM", systems=systems).all_reduce
+    assert rows is not None
+    assert rows.values("bytes") == [size * elements for elements in (128, 4096, 2**18, 2**22, 2**25)]
+
+
+def test_elements_of_unknown_size_are_refused(tmp_path: Path) -> None:
+    systems = write_aiconfigurator(tmp_path)
+    path = next(systems.rglob("custom_allreduce_perf.parquet"))
+    pd.read_parquet(path).assign(allreduce_dtype="nvfp4").to_parquet(path)
+    with pytest.raises(KernelTableError, match="no size is known of elements of nvfp4; known are bfloat16"):
+        read_tables("A100-80GB-SXM", systems=systems)
+
+
+@pytest.mark.parametrize("gpu", ["A100-80GB-SXM", "H100-SXM", "H200", "B200", "B300", "L40S"])
+def test_large_all_reduces_are_as_fast_as_links_allow_and_no_faster(gpu: str) -> None:
+    """Half of the table's bytes, or twice as many, would not pass: the largest have 0.64 to 0.83 of an NVLink."""
+    if installed_systems() is None:
+        pytest.skip("needs aiconfigurator-core")
+    card, tables = load_gpu(gpu), read_all_reduces(gpu)
+    assert len(tables) >= 3
+    reaches = []
+    for rows in tables:
+        for ranks in rows.values("ranks"):
+            own = rows.where(ranks=ranks)
+            assert own is not None
+            passed = own["bytes"] / own.seconds  # in a switch that adds up, each byte passes a link once
+            busy = 2 * (ranks - 1) / ranks * passed
+            assert (passed <= card.link_bytes_per_s).all(), rows.source
+            if ranks == 2:
+                assert (busy <= card.link_bytes_per_s).all(), rows.source
+                reaches.append(float(busy[own["bytes"] == own["bytes"].max()].max()) / card.link_bytes_per_s)
+    assert min(reaches) >= 0.55
+
+
+@pytest.mark.parametrize("system", ["a100_sxm", "h100_sxm", "b300_sxm", "l40s"])
+def test_nccl_takes_as_long_for_as_many_bytes_of_either_type(system: str) -> None:
+    """The package's own evidence for its unit: counted in elements, half of int8's count is as long as half floats'."""
+    folder = installed_systems()
+    if folder is None:
+        pytest.skip("needs aiconfigurator-core")
+    path = max((folder / "data" / system / "comm" / "nccl").glob("*/nccl_perf.parquet"))
+    frame = pd.read_parquet(path).query("op_name == 'all_reduce' and num_gpus == 2 and message_size >= 2**24")
+    best = frame.groupby(["nccl_dtype", "message_size"])["latency"].min()
+    for elements, latency in best["half"].items():
+        assert best["int8"][2 * elements] == pytest.approx(latency, rel=0.15)
+        assert best["int8"][elements] < 0.7 * latency
 
 
 def test_the_newest_version_that_has_a_table_is_read(tmp_path: Path) -> None:

@@ -143,6 +143,12 @@ def test_requests_of_one_token_have_no_tpot() -> None:
     assert figures.tpot.mean_s == 2.0
 
 
+def test_percentiles_are_those_that_they_are_called() -> None:
+    sends = np.zeros(21)
+    figures = run_figures(sends, tuple(np.array([float(number)]) for number in range(21)), 0, 1)
+    assert figures.e2el == pytest.approx((10.0, 10.0, 19.0))
+
+
 def edit_request(folder: Path, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     path = folder / "requests.jsonl"
     first, *others = path.read_text().splitlines()
@@ -243,6 +249,12 @@ def test_the_way_between_client_and_engine_is_found_again(run: LiveRun) -> None:
     seen_s = path.at_client(run.engine_tokens_s, run.token_steps)
     for seen, expected in zip(seen_s, run.client_tokens_s, strict=True):
         assert seen == pytest.approx(expected)
+
+
+def test_requests_of_a_burst_come_a_turn_apart(run: LiveRun) -> None:
+    at_once = replace(run, send_s=np.array([0.0, 0.001, 0.002]), arrival_s=np.array([0.010, 0.014, 0.018]))
+    assert HttpPath.of([at_once]).turn_s == pytest.approx(0.004), "three requests have two turns between them"
+    assert HttpPath.of([at_once, run]).turn_s == pytest.approx(0.004), "requests that came alone say nothing of turns"
 
 
 def test_a_path_needs_a_request_that_finds_the_engine_idle(folder: Path, tmp_path: Path) -> None:

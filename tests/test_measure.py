@@ -99,6 +99,15 @@ def test_the_order_is_random_and_depends_on_the_seed_alone() -> None:
     assert len({tuple(each) for each in rounds}) == len(rounds)
 
 
+def test_the_first_round_sees_every_kind_before_any_for_the_third_time() -> None:
+    visits = order(measured(SimExecutor(KnownLaw())))[: len(GRID.points)]
+    kinds = [GRID.points[point].kind for point in visits]
+    num_kinds = len(set(kinds))
+    assert num_kinds >= 6
+    assert len(set(kinds[:num_kinds])) == len(set(kinds[num_kinds : 2 * num_kinds])) == num_kinds
+    assert kinds[:num_kinds] != kinds[num_kinds : 2 * num_kinds]
+
+
 def test_the_table_on_disk_is_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "new" / "steps.parquet"
     table = measured(Noisy(0.05), path, budget_s=0.5, target=0.9, provenance={"model": "a model", "tables": ["x"]})
@@ -140,7 +149,53 @@ def test_a_known_law_is_recovered() -> None:
     assert cost.evidence.provenance["source"] == "measured"
 
 
+class Cold(Noisy):
+    """A step is ten times as long where the one before was another, as with cold caches or a kernel to compile."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        is_cold = not self.steps or self.steps[-1] != plan.shape
+        return StepResult(super().execute(plan).step_ns * (10 if is_cold else 1))
+
+
+def test_a_new_step_and_a_short_one_that_reads_the_cache_are_run_once_before_they_count() -> None:
+    table = measured(Cold(), budget_s=2.0)
+    law_ns = {point: round(KnownLaw().step_time_s(table.composition(point).shape) * 1e9) for point in set(order(table))}
+    reads = {point for point in law_ns if any(work.num_cached_tokens for work in table.composition(point).sequences)}
+    assert reads
+    assert reads != set(law_ns)
+    cold = {
+        (sample.point, sample.visit) for sample in table.samples if sample.step_ns > 2 * law_ns.get(sample.point, 1e99)
+    }
+    assert not {(point, visit) for point, visit in cold if point in reads or visit == 0}
+    assert cold, "the others run as they are: the step before has left nothing of use to them"
+
+
+def test_the_reference_is_the_last_that_is_measured() -> None:
+    assert measured(SimExecutor(KnownLaw())).samples[-1].point == REFERENCE
+
+
 # ------------------------------------------------------------------ interruption
+
+
+def test_a_run_that_measured_nothing_leaves_nothing_in_the_way_of_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "steps.parquet"
+    with pytest.raises(MeasurementError, match="nothing was measured"):
+        measured(Noisy(), path, budget_s=1e-9)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        measured(Noisy(fails_after=0), path)
+    assert not list(tmp_path.iterdir())
+    assert measured(Noisy(), path).is_complete
+
+
+def test_a_run_that_adds_nothing_keeps_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "steps.parquet"
+    with pytest.raises(KeyboardInterrupt):
+        measured(Noisy(fails_after=100), path)
+    kept = partial_path(path).read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        measured(Noisy(fails_after=0), path, resume=True)
+    assert partial_path(path).read_bytes() == kept
 
 
 def test_an_interrupted_run_keeps_its_samples_and_can_be_gone_on_with(tmp_path: Path) -> None:
@@ -186,7 +241,8 @@ def test_a_visit_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
         (lambda text: text.replace("[[", "[7,[", 1), "not a visit"),
         (lambda text: text.split("\n")[0] + "\n[]\n", "line 2: a visit without samples"),
         (lambda text: text.split("\n")[0] + "\nnonsense\n", "line 2: not a visit"),
-        (lambda text: "", "line 1: not the header"),
+        (lambda text: "", "was cut off within its first line"),
+        (lambda text: text[:40], "was cut off within its first line"),
     ],
 )
 def test_samples_of_something_else_are_not_gone_on_with(

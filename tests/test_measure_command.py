@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ def test_measure_and_fit(model: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr()
     assert "decode" in said.out
     assert f"wrote {steps}" in said.err
-    assert not partial_path(steps).exists()
     assert main(["fit", str(steps), "-o", str(profile), "--quiet", "--provenance", "gpu=none"]) == 0
     told = load_profile(profile).describe()["provenance"]
     assert (told["model"], told["engine"], told["clock"]) == ("tiny", "windtunnel torch executor", "cpu")
@@ -54,6 +54,39 @@ def test_measure_and_fit(model: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert told["tables"] == ["steps.parquet"]
     assert told["form"]["padded"] is False, "the torch executor has no CUDA graphs"
     assert len(told["model_config"]) == 16
+
+
+def test_too_little_time_for_a_fit_is_said_and_can_be_made_up_for(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps are so slow that the time is over after a few, none of which was seen twice."""
+    from windtunnel.executor.torch_executor import TorchExecutor
+
+    execute, slow_s = TorchExecutor.execute, 0.1
+
+    def slowly(self: TorchExecutor, plan: Any) -> Any:
+        time.sleep(slow_s)
+        return execute(self, plan)
+
+    monkeypatch.setattr(TorchExecutor, "execute", slowly)
+    steps = tmp_path / "steps.parquet"
+    arguments = ["measure", model, "-o", str(steps), *QUICK, "--max-model-len", "64", "--clock", "wall"]
+    assert main([*arguments, "--budget", "1s"]) == 0
+    said = capsys.readouterr()
+    assert "a fit needs at least 10 different shapes" in said.err
+    assert "--resume --budget 5m" in said.err
+    assert "windtunnel fit" not in said.err
+    kinds = [line for line in said.out.splitlines() if " ms " in line]
+    assert kinds
+    assert all(line.endswith(" –") for line in kinds), "one sample has no spread"
+    assert main(["fit", str(steps), "-o", str(tmp_path / "p.json")]) == 3
+
+    slow_s = 0.0
+    assert main([*arguments, "--budget", "60s", "--target", "0.5", "--resume"]) == 0
+    assert f"next: windtunnel fit {steps}" in capsys.readouterr().err
+    assert not partial_path(steps).exists()
+    assert main([*arguments, "--resume"]) == 2
+    assert "is finished" in capsys.readouterr().err
 
 
 def test_json_says_all_that_the_file_does(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,8 +138,31 @@ def test_ctrl_c_says_how_to_go_on(
     assert not steps.exists()
     assert main([*arguments, "--resume", "--budget", "0s", "-q"]) == 0
     assert len(read_step_table(steps)) > 50
-    assert main([*arguments, "--resume"]) == 2
-    assert "is finished" in capsys.readouterr().err
+
+
+def test_a_stop_before_anything_was_measured_leaves_nothing_behind(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from windtunnel.executor.torch_executor import TorchExecutor
+
+    def interrupted(self: TorchExecutor, plan: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TorchExecutor, "execute", interrupted)
+    steps = tmp_path / "out" / "steps.parquet"
+    assert main(["measure", model, "-o", str(steps), *QUICK]) == 130
+    said = capsys.readouterr().err
+    assert "stopped before anything was measured" in said
+    assert "--resume" not in said
+    assert not list(steps.parent.iterdir())
+
+
+def test_a_table_does_not_take_the_place_of_the_model(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path(model) / "config.json"
+    before = config.read_text()
+    assert main(["measure", model, "-o", str(config), "--force", *QUICK]) == 2
+    assert "it is read for that" in capsys.readouterr().err
+    assert config.read_text() == before
 
 
 @pytest.mark.parametrize(
@@ -131,6 +187,8 @@ def test_ctrl_c_says_how_to_go_on(
         (["--resume"], "nothing to resume"),
         (["--resume", "--force"], "give one of them"),
         (["-o", "."], "it is a folder"),
+        (["-o", "d.csv"], "d.csv is written as Parquet: name it d.parquet (or .pq)"),
+        (["-o", "d"], "d is written as Parquet: name it d.parquet"),
     ],
 )
 def test_bad_flags_are_refused_before_anything_is_measured(

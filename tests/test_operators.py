@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from kernel_table_builder import gemm_s, shapes, tiny_model, write_aiconfigurator, write_profile
 
 from windtunnel.calibrate.aiconfigurator import read_tables
-from windtunnel.calibrate.host import NO_HOST, Comparison, HostOverhead, fit_host, learned_host
+from windtunnel.calibrate.host import (
+    NO_HOST,
+    Comparison,
+    HostOverhead,
+    fit_host,
+    fit_prompt_terms,
+    host_of_others,
+    learn_host,
+    learned_host,
+)
 from windtunnel.calibrate.kernel_curves import GemmTable, Line, Plane, cold_decodes, fit_prefill
 from windtunnel.calibrate.kernel_tables import KernelTableError, KernelTables, Rows, read_profiled
 from windtunnel.calibrate.operators import OperatorModel
@@ -73,7 +82,7 @@ def test_more_sequences_tokens_or_context_never_cost_less(
         step(longer, chunks),
         step(contexts, [(new + chunk[0], prefix + chunk[1]) for new, prefix in chunks] or [chunk]),
     )
-    times = composed(size, noise=0.2, host=HostOverhead(1e-3, 1e-5, 1e-3)).step_times_s(cases)
+    times = composed(size, noise=0.2, host=HostOverhead(1e-3, 1e-5, 1e-3, 0.1)).step_times_s(cases)
     assert (times[1:] >= times[0] * (1 - 1e-12)).all()
     assert (times > 0).all()
 
@@ -288,10 +297,39 @@ def test_a_host_overhead_is_found_again_despite_outliers() -> None:
     kernel_s = rng.uniform(5e-3, 2e-2, 200)
     step_s = kernel_s + 1e-3 + 1e-5 * (decodes + chunks) + 2e-3 * (chunks > 0)
     step_s[::20] *= 3
-    found = fit_host([Comparison(cases, kernel_s, step_s)], "test")
+    found = fit_host([Comparison(cases, kernel_s, np.zeros(200), step_s)], "test")
     assert (found.base_s, found.seq_s, found.prefill_s) == pytest.approx((1e-3, 1e-5, 2e-3), rel=0.02)
     with pytest.raises(ValueError, match="at least one comparison"):
         fit_host([], "test")
+
+
+def test_clocks_under_load_are_found_again_beside_the_host() -> None:
+    rng = np.random.default_rng(4)
+    decodes, chunks = rng.integers(1, 64, 300), rng.integers(0, 3, 300)
+    cases = shapes(
+        *((int(d), int(d) * 100, int(c), int(c) * 256, 0, 0, int(d + c)) for d, c in zip(decodes, chunks, strict=True))
+    )
+    compute_s = np.where(chunks > 0, rng.uniform(1e-3, 8e-2, 300), 0.0)
+    true = HostOverhead(1e-3, 0.0, 2e-3, 0.08)
+    one = Comparison(cases, compute_s + 8e-3, compute_s, np.ones(300))
+    one = one._replace(step_s=one.with_host_s(true))
+    many = one._replace(step_s=one.step_s + 0.1 * compute_s)  # such as all-reduces that are too cheap
+    prompts = fit_prompt_terms([one])
+    assert prompts == pytest.approx((2e-3, 0.08), rel=0.01)
+    assert fit_host([one], "test", prompts=prompts).base_s == pytest.approx(1e-3, rel=0.01)
+    assert learn_host({1: one, 2: many}, "test").clocks_share == pytest.approx(0.08, rel=0.01)
+    assert host_of_others({1: one, 2: one, 4: many}, 4, "test").prefill_s == pytest.approx(2e-3, rel=0.01)
+    assert host_of_others({1: one, 2: many}, 1, "test").clocks_share == pytest.approx(0.18, rel=0.01)
+
+
+def test_clocks_hold_back_arithmetic_and_not_the_reading_of_weights() -> None:
+    one_token, prompt = (1, 1000, 0, 0, 0, 0, 1), (0, 0, 1, 4096, 0, 4096 * 4097 // 2, 1)
+    plain, slow = (composed(host=HostOverhead(clocks_share=share)) for share in (0.0, 0.1))
+    terms = plain.terms_s(shapes(one_token, prompt))
+    longer = slow.step_times_s(shapes(one_token, prompt)) - plain.step_times_s(shapes(one_token, prompt))
+    assert longer[0] == 0.0
+    assert 0.08 * (terms["gemm"] + terms["prefill_attention"])[1] < longer[1]
+    assert longer[1] < 0.1 * (terms["gemm"] + terms["prefill_attention"])[1]
 
 
 def test_the_learned_host_overhead_names_its_source() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, replace
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from benchmarks import calibration_kernels as benchmark
 from benchmarks.calibration_b300 import SIZES, b300_table
 from windtunnel.calibrate.aiconfigurator import installed_systems, read_tables
-from windtunnel.calibrate.host import NO_HOST, Comparison, fit_host, learned_host
+from windtunnel.calibrate.host import NO_HOST, host_of_others, learn_host, learned_host
 from windtunnel.calibrate.kernel_attention import fit_attention
 from windtunnel.calibrate.kernel_tables import read_profiled
 from windtunnel.calibrate.operators import OperatorModel
@@ -45,19 +46,24 @@ def test_mixed_steps_left_out_of_the_fit_are_within_6_percent() -> None:
 @needs_tables
 @needs_steps
 def test_real_steps_on_b300_are_composed_within_8_percent_at_the_median() -> None:
-    tables, model = read_tables("B300"), load_model("Qwen3-32B")
-    comparisons = []
+    tables, model = cached_tables("B300"), load_model("Qwen3-32B")
+    comparisons = {}
     for size in SIZES:
         steps = b300_table(STEPS, size)
         composed = OperatorModel(model, "B300", size, tables, host=NO_HOST)
-        comparisons.append(Comparison(steps.shapes, composed.step_times_s(steps.shapes), steps.step_s))
-        predicted_s = comparisons[-1].kernel_s + learned_host().step_s(steps.shapes)
-        assert np.median(np.abs(predicted_s / steps.step_s - 1.0)) <= 0.08
-    found = fit_host(comparisons, "again")
-    kept = learned_host()
-    assert (found.base_s, found.seq_s, found.prefill_s) == pytest.approx(
-        (kept.base_s, kept.seq_s, kept.prefill_s), rel=1e-3, abs=1e-9
-    )
+        comparisons[size] = composed.beside(steps.shapes, steps.step_s)
+    found, kept = learn_host(comparisons, "again"), learned_host()
+    assert astuple(found)[:-1] == pytest.approx(astuple(kept)[:-1], rel=1e-3, abs=1e-9)
+    for size, each in comparisons.items():
+        tested = host_of_others(comparisons, size, "the others")
+        assert np.median(np.abs(each.with_host_s(tested) / each.step_s - 1.0)) <= 0.08
+        if size == 1:
+            continue
+        prompts, unslowed = each.shapes.num_prefill_seqs > 0, replace(tested, clocks_share=0.0)
+        with_clocks, without = (
+            np.abs(each.with_host_s(host) / each.step_s - 1.0)[prompts] for host in (tested, unslowed)
+        )
+        assert np.median(with_clocks) < np.median(without), "what one card shows holds for several"
 
 
 @needs_tables

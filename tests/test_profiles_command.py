@@ -57,8 +57,31 @@ def test_the_list_shows_each_profile_with_its_case_and_error(
     head, *lines = answer(capsys, "list").splitlines()
     assert head.split("  ")[0] == "name"
     assert [line.split()[0] for line in lines] == [ONE, TWO, OTHER]
-    assert lines[0].split()[1:] == [MODEL, GPU, "1", "bfloat16", "auto", "composed", "4.2", "%", "11.3", "%"]
-    assert lines[2].split()[-2:] == ["-", "-"]
+    assert lines[0].split()[1:] == [
+        MODEL,
+        GPU,
+        "1",
+        "bfloat16",
+        "auto",
+        "composed",
+        *3 * ["1,000,000,000"],
+        "4.2",
+        "%",
+        "11.3",
+        "%",
+    ]
+    assert lines[2].split()[-4:] == ["not", "known", "not", "known"]
+
+
+def test_the_list_shows_how_large_steps_may_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_profile(fitted(largest=1100), tmp_path / "small.json")
+    save_profile(ConstantCost(step_s=0.01), tmp_path / "flat.json")
+    head, flat, small = answer(capsys, "list", "--dir", str(tmp_path)).splitlines()
+    assert [head.split().index(name) for name in ("decodes", "context", "tokens")] == [8, 9, 10]
+    assert small.split()[-7:-4] == ["1,100"] * 3
+    assert flat.split()[-5:] == ["-"] * 5
+    (_, row) = listed(capsys, "--dir", str(tmp_path))
+    assert row["largest_steps"] == {"num_decode_seqs": 1100, "decode_context_tokens": 1100, "num_tokens": 1100}
 
 
 @pytest.mark.parametrize(
@@ -173,8 +196,11 @@ def test_diff_sets_parameters_and_step_times_side_by_side(
     flat = " ".join(shown.split())
     assert f"A: {ONE} B: {TWO}" in flat
     assert "tensor_parallel_size 1 2" in flat
-    assert "base_s 0.005 0.003" in flat
-    assert "pair_s" not in flat, "it is the same in both"
+    assert flat.index("step times") < flat.index("most at:") < flat.index("tensor_parallel_size")
+    assert "base_s" not in flat
+    inner = " ".join(answer(capsys, "diff", ONE, TWO, "--parameters").split())
+    assert inner.index("most at:") < inner.index("base_s 0.005 0.003")
+    assert "pair_s" not in inner, "it is the same in both"
     plain = json.loads(answer(capsys, "diff", ONE, TWO, "--json"))
     assert plain["provenance"] == {"tensor_parallel_size": [1, 2]}
     assert plain["parameters"] == {"base_s": [5e-3, 3e-3]}

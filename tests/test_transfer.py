@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windtunnel.calibrate.distil import Limits, SourceError, designed_shapes, distil
+from windtunnel.calibrate.distil import Limits, Scatter, SourceError, designed_shapes, distil
 from windtunnel.calibrate.transfer import (
     ERRORS_FILE,
     TransferError,
@@ -46,6 +46,7 @@ def made(model: str, gpu: str, size: int) -> FittedCost:
         LIMITS,
         provenance={"source": "composed", "kv_cache_dtype": "auto", "engine": "vLLM 0.32"},
         extra_error=SourceError(4.0, 9.0, "steps of a like card"),
+        scatter=Scatter({"decode": 0.02}, "steps of a like card do"),
     )
 
 
@@ -122,7 +123,7 @@ def test_intervals_are_wider_than_those_of_the_source(of_h100: FittedCost) -> No
         own, other = of_h100.noise_bin(shape), moved.noise_bin(shape)
         assert other.low < own.low
         assert other.high > own.high
-        assert other.sigma > own.sigma
+        assert other.sigma == own.sigma, "a systematic error is no scatter"
     stated = moved.evidence.provenance["stated_error"]
     of_kind = transfer_errors()["gpu+tensor_parallel_size"]
     assert stated["p90_percent"] >= 9.0 + of_kind.p90_percent

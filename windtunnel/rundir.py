@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -85,10 +85,12 @@ def check_can_write(folder: Path, *, force: bool = False) -> None:
     _try_to_write(folder, folder if folder.is_dir() else parent)
 
 
-def check_can_write_file(path: Path) -> None:
+def check_can_write_file(path: Path, *, inputs: Iterable[object] = ()) -> None:
     """Make sure that a file can be written later, be it into folders that are still to be made.
 
-    Raises OutputError if it cannot.
+    ``inputs`` are paths that are read for it (what is no path of a file that is there does not matter).
+
+    Raises OutputError if it cannot, if it is one of the inputs, and if it is a part of a saved run.
     """
     if str(path) == "-":
         raise OutputError("cannot write -: standard output is not written to, and no file is called so; name a file")
@@ -100,6 +102,19 @@ def check_can_write_file(path: Path) -> None:
     _try_to_write(path, parent)
     if path.exists() and not os.access(path, os.W_OK):
         raise OutputError(f"cannot write {path}: no permission to overwrite it")
+    if _is_run(path.parent) and path.name in (RESOLVED_FILE, SUMMARY_FILE, *_tables_of_run(path.parent)):
+        raise OutputError(f"cannot write {path}: it is a part of the run in {path.parent}; name another file")
+    if any(_is_same_file(path, source) for source in inputs):
+        raise OutputError(f"cannot write {path}: it is read for that; name another file")
+
+
+def _is_same_file(path: Path, source: object) -> bool:
+    if not isinstance(source, str | Path):
+        return False
+    try:
+        return Path(source).expanduser().samefile(path)
+    except (OSError, ValueError, RuntimeError):  # one of them is not there, or is no path at all
+        return False
 
 
 def _is_run(folder: Path) -> bool:

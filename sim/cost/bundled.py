@@ -8,12 +8,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from windtunnel.sim.cost.fitted import FittedCost
+from windtunnel.sim.cost.fitted import Domain, FittedCost
 from windtunnel.sim.cost.profile import ProfileError, load_profile
 from windtunnel.sim.deployment.gpu import load_gpu
 from windtunnel.sim.deployment.model import load_model
@@ -44,8 +44,10 @@ class BundledProfile:
     statement: str
     """A sentence for people."""
     stated_error: Mapping[str, Any]
-    """``p50_percent``, ``p90_percent`` (None where no real step was compared) and ``rests_on``."""
+    """``p50_percent``, ``p90_percent`` (None where they are not known) and ``rests_on``."""
     checksum: str
+    largest_steps: Mapping[str, int] = field(default_factory=dict)
+    """``num_decode_seqs``, ``decode_context_tokens`` and ``num_tokens`` of the largest steps that it holds for."""
 
     @property
     def path(self) -> Path:
@@ -55,6 +57,12 @@ class BundledProfile:
     def load(self) -> FittedCost:
         """The cost model; raises ProfileError if the file is damaged or of another kind, OSError if it is not there."""
         return _loaded(self.path)
+
+
+def largest_steps(domain: Domain) -> dict[str, int]:
+    """The most decodes, tokens of context that they read together, and new tokens of one step within a domain."""
+    fields = ("num_decode_seqs", "decode_context_tokens", "num_tokens")
+    return {field: max(box[field][1] for box in domain.boxes.values()) for field in fields}
 
 
 @cache

@@ -158,6 +158,9 @@ class Domain:
 DOMAIN_FIELDS = (*StepShape._fields, "num_tokens")
 
 
+LARGEST_SIGMA = 5.0
+"""No profile of use has steps that scatter further; at a thousand, every factor of mean 1 would come out as 0."""
+
 OUTSIDE = "outside"
 """In place of a regime: steps outside of the box of those that the model was fitted to."""
 
@@ -290,7 +293,7 @@ class FittedCost:
             return max(self.evidence.noise, key=_width)
         known = next((each for each in own if tokens <= each.up_to_tokens), own[-1])
         if self.extrapolates(shape) if outside is None else outside:
-            return max((known, *self._bins.get(OUTSIDE, ())), key=_width)
+            return max([known, *self._bins.get(OUTSIDE, [])], key=_width)
         return known
 
     def sigma(self, shape: StepShape) -> float:
@@ -405,3 +408,8 @@ def _check_bin(each: NoiseBin) -> None:
         raise ValueError(f"sigma, low and high of a noise bin must be numbers, got {numbers!r}")
     if not (0.0 <= each.sigma < math.inf and -1.0 <= each.low <= each.high < math.inf):
         raise ValueError(f"a noise bin must have sigma >= 0 and -1 <= low <= high, all finite, got {numbers!r}")
+    if each.sigma > LARGEST_SIGMA:
+        raise ValueError(
+            f"the sigma of a noise bin must be at most {LARGEST_SIGMA:g}, got {each.sigma!r}: it is the standard "
+            "deviation of a step's time as a share of the prediction, such as 0.02; fit the profile again"
+        )

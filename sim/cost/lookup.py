@@ -20,8 +20,14 @@ class NamedProfile(NamedTuple):
 
 
 def is_path(text: str) -> bool:
-    """Whether text is the path of a profile and not the name of a bundled one: it looks like one, or is there."""
-    return text.endswith(".json") or "/" in text or "\\" in text or Path(text).is_file()
+    """Whether text is the path of a profile and not the name of a bundled one.
+
+    With a separator or the ending ``.json`` it is a path, be there something or not.  Else the name of a bundled
+    profile means that one, even where a file of the working folder is called so (``./NAME`` is the file), and any
+    other file that is there is a path.
+    """
+    looks_so = text.endswith(".json") or "/" in text or "\\" in text
+    return looks_so or (Path(text).is_file() and not any(each.name == text.casefold() for each in bundled_profiles()))
 
 
 def load_named(text: str) -> NamedProfile:

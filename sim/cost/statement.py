@@ -81,8 +81,21 @@ def sentences(
     if median_step_s is not None and statement.p50_percent is not None:
         said.append(f"The median step of this run is {statement.spread(median_step_s)}.")
     if has_noise:
-        said.append("Steps scatter around that by what the profile states, with the same mean (noise).")
+        said.append(noise_sentence(cost))
     return tuple(said)
+
+
+def noise_sentence(cost: Mapping[str, Any]) -> str:
+    """What the noise of a calibrated cost model is, and what it is not."""
+    scatter = _table(_table(cost.get("provenance")).get("scatter"))
+    if not scatter:
+        return "Steps scatter around that by what the profile states, with the same mean (noise)."
+    if not scatter.get("sigmas"):
+        return "The profile knows no scatter of its steps, so that noise adds nothing."
+    return (
+        f"Steps scatter around that, with the same mean, as {scatter.get('rests_on')} (noise); that the profile as a "
+        "whole may be off is not in it."
+    )
 
 
 def _error_sentence(statement: CostStatement) -> str:

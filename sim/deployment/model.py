@@ -20,6 +20,7 @@ __all__ = [
     "UnsupportedModel",
     "WeightFormat",
     "bundled_models",
+    "is_bundled",
     "is_path",
     "kv_element_bytes",
     "load_model",
@@ -75,6 +76,11 @@ def read_model_config(name_or_path: str) -> tuple[dict[str, Any], Path | None]:
         return dict(entry["config"]), None
     path = _config_path(name_or_path)
     return _read_config(path), path.parent
+
+
+def is_bundled(name: str) -> bool:
+    """Whether ``load_model`` takes text as the name of a bundled model, even where a file or folder is called so."""
+    return name.casefold() in _bundled()
 
 
 def is_path(name_or_path: str) -> bool:

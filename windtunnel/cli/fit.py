@@ -62,6 +62,9 @@ def fit(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Divides the shapes into parts.")] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write over a file that is no profile; an earlier profile needs no leave.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks.")] = False,
 ) -> None:
@@ -81,14 +84,20 @@ def fit(
     from windtunnel.sim.cost.profile import save_profile
 
     chosen, stated = _pairs("--where", where), _pairs("--provenance", provenance)
-    check_can_write_file(output)
+    check_can_write_file(output, inputs=tables)
+    _check_is_replaceable(output, force=force)
     has_recordings = any(map(is_recording, tables))
     if chosen and all(map(is_recording, tables)):
         raise typer.BadParameter("recordings have no columns to choose by: leave it out", param_hint="--where")
     if include_host is not None and not has_recordings and not quiet:
         warn(f"--{'' if include_host else 'no-'}include-host has no effect: it is for recordings, and these are tables")
     steps = read_steps(tables, where=chosen, include_host=include_host is not False)
-    largest = graph_tokens_of({**steps.provenance, **stated}) if max_graph_tokens is None else max_graph_tokens
+    for text in () if quiet else steps.remarks:
+        warn(text)
+    try:
+        largest = graph_tokens_of({**steps.provenance, **stated}) if max_graph_tokens is None else max_graph_tokens
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}: give --max-graph-tokens N", param_hint="provenance") from None
     progress, close = _progress(quiet)
     try:
         cost = StepTimeFit(max_graph_tokens=largest, seed=seed).fit(steps, provenance=stated, progress=progress)
@@ -98,7 +107,27 @@ def fit(
     save_profile(cost, output)
     emit(to_json({"profile": str(output), **cost.describe()}) if as_json else _text(cost))
     if not quiet:
+        _remark(cost)
         note(f"wrote {output}")
+
+
+def _check_is_replaceable(output: Path, *, force: bool) -> None:
+    """Raise OutputError for a file that holds something other than a profile."""
+    from windtunnel.rundir import OutputError
+
+    if output.exists() and not force and not _is_profile(output):
+        raise OutputError(f"{output} exists and is no profile: name another file, or write over it with --force")
+
+
+def _is_profile(path: Path) -> bool:
+    """Whether it is one of ours, be it damaged or of another release."""
+    import json
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"schema_version", "kind", "parameters"} <= set(found)
 
 
 def _pairs(flag: str, given: list[str] | None) -> dict[str, str]:
@@ -129,8 +158,18 @@ def _progress(quiet: bool) -> tuple[Callable[[int, int], None] | None, Callable[
     return show, close
 
 
+def _remark(cost: FittedCost) -> None:
+    origin = cost.evidence.provenance
+    num_left_out, num_kept = len(origin.get("left_out_forms", ())), 1 + len(origin.get("other_forms", ()))
+    if num_left_out:
+        warn(
+            f"{num_left_out} of {num_left_out + num_kept} fits missed the steps they were fitted to and were left out "
+            "of the mean: another --seed shows how much hangs on that"
+        )
+
+
 def _text(cost: FittedCost) -> str:
-    from windtunnel.calibrate.errors import error_table
+    from windtunnel.calibrate.errors import error_table, far_off_text
 
     parameters = cost.parameters
     terms = [
@@ -141,10 +180,12 @@ def _text(cost: FittedCost) -> str:
         f"a million query-key pairs {1e9 * parameters.pair_s:.3f} ms",
     ]
     origin = cost.evidence.provenance
+    far = far_off_text(cost.evidence.errors, origin.get("far_off_steps", {}))
     return "\n".join(
         [
             f"{origin['num_steps']:,} steps of {origin['num_shapes']:,} shapes: {'; '.join(terms)}",
             "",
             error_table(cost.evidence.errors),
+            *(["", far] if far else []),
         ]
     )

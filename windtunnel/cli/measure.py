@@ -126,7 +126,8 @@ def measure(
     _check_choices(executor, grid, clock, target, num_threads)
     clock = clock or ("cpu" if executor == "torch" and num_threads == 1 else "wall")
     budget_s = _parsed("--budget", budget, parse_duration_s)
-    check_can_write_file(output)
+    check_can_write_file(output, inputs=() if model is None else (model, Path(model) / "config.json"))
+    _check_name(output)
     partial = partial_path(output)
     _check_output(output, partial, resume=resume, force=force)
     chosen = _model(model, executor)
@@ -169,8 +170,11 @@ def measure(
         )
     except KeyboardInterrupt:
         close()
-        note(f"stopped; what was measured is kept in {partial}")
-        note("go on with the same command and --resume (with --budget 0s: write the table from what there is)")
+        if partial.exists():
+            note(f"stopped; what was measured is kept in {partial}")
+            note("go on with the same command and --resume (with --budget 0s: write the table from what there is)")
+        else:
+            note("stopped before anything was measured")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         close()
@@ -198,6 +202,17 @@ def _check_choices(executor: str, grid: str, clock: str | None, target: float, n
         )
     if not 0 < target < 1:
         raise typer.BadParameter(f"{target:g} is not above 0 and below 1", param_hint="--target")
+
+
+def _check_name(output: Path) -> None:
+    from windtunnel.calibrate.step_tables import is_parquet
+
+    if not is_parquet(output):
+        raise typer.BadParameter(
+            f"{output} is written as Parquet: name it {output.with_suffix('.parquet').name} (or .pq), so that fit "
+            "reads it as that",
+            param_hint="--output",
+        )
 
 
 def _check_output(output: Path, partial: Path, *, resume: bool, force: bool) -> None:
@@ -315,11 +330,14 @@ def progress_line(progress: Progress) -> str:
 
 
 def _tell(table: MeasuredTable, output: Path) -> None:
+    from windtunnel.calibrate.fit import FEWEST_SHAPES
+
     origin = table.provenance
     if not table.is_complete:
         warn(
-            f"the time was over when only {table.num_measured} of {len(table.points)} steps had been measured: give a "
-            "larger --budget, a smaller --grid or lower limits"
+            f"the time was over when only {table.num_measured} of {len(table.points)} steps had been measured: go on "
+            "with the same command and --resume (--budget is the time to add), or begin anew with a smaller --grid or "
+            "lower limits"
         )
     drift = origin["reference"].get("slowest_over_fastest", 1.0)
     if drift > 1.25:
@@ -327,7 +345,14 @@ def _tell(table: MeasuredTable, output: Path) -> None:
             f"the machine's speed moved: the same step took up to {drift:.2f} times as long as at its fastest; "
             "a profile of it is as uncertain"
         )
-    note(f"wrote {output}; next: windtunnel fit {output} -o profile.json")
+    num_shapes = int(table.step_table().shape_ids.max()) + 1
+    if num_shapes < FEWEST_SHAPES:
+        note(
+            f"wrote {output}; a fit needs at least {FEWEST_SHAPES} different shapes and this table has {num_shapes}; "
+            "next: the same command with --resume --budget 5m"
+        )
+    else:
+        note(f"wrote {output}; next: windtunnel fit {output} -o profile.json")
 
 
 def _json(table: MeasuredTable) -> str:
@@ -349,28 +374,38 @@ def _text(table: MeasuredTable) -> str:
     ]
     for kind, of_kind in _kinds(table).items():
         times = "".join(f"{1e3 * of_kind[name]:>9.2f} ms" for name in ("shortest_s", "median_s", "longest_s"))
-        lines.append(f"{kind:<10}{of_kind['steps']:>7}{of_kind['samples']:>9}{times}{of_kind['spread']:>9.1%}")
-    return "\n".join([*lines, "", "spread: median over the steps of (95th - 5th percentile) / median"])
+        lines.append(f"{kind:<10}{of_kind['steps']:>7}{of_kind['samples']:>9}{times}{_spread(of_kind['spread']):>9}")
+    return "\n".join(
+        [*lines, "", "spread: median over the steps measured more than once of (95th - 5th percentile) / median"]
+    )
 
 
-def _kinds(table: MeasuredTable) -> dict[str, dict[str, float]]:
-    """By kind: points and samples, their median step times, and how far samples of one point scatter."""
+def _spread(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"
+
+
+def _kinds(table: MeasuredTable) -> dict[str, dict[str, Any]]:
+    """By kind: points and samples, their median step times, and how far samples of one point scatter.
+
+    The spread of a kind none of whose points has two samples is None.
+    """
     frame = table.frame()
     frame = frame[~frame["is_reference"]]
     by_point = frame.groupby(["kind", "point"], sort=False)["step_s"]
     medians = by_point.median()
-    spreads = (by_point.quantile(0.95) - by_point.quantile(0.05)) / medians
-    told = {}
+    spreads = ((by_point.quantile(0.95) - by_point.quantile(0.05)) / medians)[by_point.size() > 1]
+    told: dict[str, dict[str, Any]] = {}
     for kind in dict.fromkeys(point.kind for point in table.points):
         if kind not in medians.index.get_level_values("kind"):
             continue
         of_kind = medians.xs(kind, level="kind")
+        spread = spreads[spreads.index.get_level_values("kind") == kind]
         told[kind] = {
             "steps": len(of_kind),
             "samples": int((frame["kind"] == kind).sum()),
             "shortest_s": float(of_kind.min()),
             "median_s": float(of_kind.median()),
             "longest_s": float(of_kind.max()),
-            "spread": float(spreads.xs(kind, level="kind").median()),
+            "spread": float(spread.median()) if len(spread) else None,
         }
     return told

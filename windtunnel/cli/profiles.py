@@ -122,17 +122,23 @@ def list_profiles(
     emit("\n".join(table([_HEAD, *(_cells(row) for row in wanted)])))
 
 
-_HEAD = ("name", "model", "gpu", "tp", "dtype", "kv cache", "source", "median error", "P90")
+_HEAD = (
+    *("name", "model", "gpu", "tp", "dtype", "kv cache", "source"),
+    *("decodes", "context", "tokens", "median error", "P90"),
+)
+"""Decodes, the context that they read together, and new tokens are those of the largest steps that it holds for."""
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     keys = ("name", "model", "gpu", "tensor_parallel_size", "dtype", "kv_cache_dtype", "source")
     plain = ["-" if row[key] is None else str(row[key]) for key in keys]
-    return [*plain, _percent(row["p50_percent"]), _percent(row["p90_percent"])]
+    sizes = [f"{row['largest_steps'][key]:,}" if row["largest_steps"] else "-" for key in _SIZES]
+    errors = [row[key] for key in ("p50_percent", "p90_percent")]
+    unknown = "-" if row["statement"] is None else "not known"
+    return [*plain, *sizes, *(unknown if value is None else f"{value:.1f} %" for value in errors)]
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} %"
+_SIZES = ("num_decode_seqs", "decode_context_tokens", "num_tokens")
 
 
 def _bundled_rows() -> Iterator[dict[str, Any]]:
@@ -152,6 +158,7 @@ def _bundled_rows() -> Iterator[dict[str, Any]]:
             "p50_percent": each.stated_error.get("p50_percent"),
             "p90_percent": each.stated_error.get("p90_percent"),
             "rests_on": each.stated_error.get("rests_on"),
+            "largest_steps": dict(each.largest_steps),
             "checksum": each.checksum,
         }
 
@@ -189,8 +196,16 @@ def _row(profile: NamedProfile) -> dict[str, Any]:
         "p50_percent": None if stated is None else stated.p50_percent,
         "p90_percent": None if stated is None else stated.p90_percent,
         "rests_on": None if stated is None else stated.rests_on or None,
+        "largest_steps": _largest_steps(profile.cost),
         "checksum": _checksum(profile),
     }
+
+
+def _largest_steps(cost: CostModel) -> dict[str, int]:
+    from windtunnel.sim.cost.bundled import largest_steps
+    from windtunnel.sim.cost.fitted import FittedCost
+
+    return largest_steps(cost.evidence.domain) if isinstance(cost, FittedCost) else {}
 
 
 def _checksum(profile: NamedProfile) -> str | None:
@@ -318,12 +333,30 @@ def _origin(profile: NamedProfile, told: Mapping[str, Any]) -> str:
         rows.append(("error", str(told.get("error"))))
     hidden = ("statement", "stated_error", "name", "calibrated", "error", "factors", "factor_sources")
     facts = told.get("provenance", told)
-    rows += [(key, shown(value)) for key, value in facts.items() if key not in hidden and value is not None]
+    for key, value in facts.items():
+        if key not in hidden and value is not None:
+            rows += _facts(key, value) if key in _UNFOLDED and isinstance(value, Mapping) else [(key, shown(value))]
     rows += [("memory corrections", shown(told["memory"]))] if told.get("memory") else []
     checksum = _checksum(profile)
     rows += [("checksum", checksum)] if checksum is not None else []
     width = max(len(name) for name, _ in rows)
     return "\n".join([profile.name, *(line for name, value in rows for line in _wrapped(name, value, width))])
+
+
+_UNFOLDED = ("tables", "transferred_from")
+"""Facts that hold facts of their own, a line for each."""
+
+
+def _facts(key: str, value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    from windtunnel.cli.plan import show as shown
+
+    yield key, ""
+    for name, item in value.items():
+        if isinstance(item, Mapping) and any(isinstance(each, Mapping) for each in item.values()):
+            for inner, each in item.items():
+                yield f"  {name} {inner}", shown(each)
+        elif item is not None:
+            yield f"  {name}", shown(item)
 
 
 def _wrapped(name: str, value: str, width: int) -> Iterator[str]:
@@ -401,18 +434,22 @@ def _titled(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> s
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A bundled profile's name, or a file.", show_default=False)],
     second: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    with_parameters: Annotated[
+        bool, typer.Option("--parameters", help="Show the parameters of the fits that differ, too.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Compare two profiles: origin, parameters, and the step times that they predict on a common grid.
+    """Compare two profiles: the step times that they predict on a common grid, and what they are of.
 
     \b
     Examples:
       windtunnel profiles diff measured.json llama-3.1-8b-h100-sxm-tp1-bf16
+      windtunnel profiles diff measured.json tuned.json --parameters
       windtunnel profiles diff monday.json tuesday.json --json
     """
     profiles = (_load(first), _load(second))
     told = tuple(profile.cost.describe() for profile in profiles)
-    origins = _differing([_flat(each.get("provenance") or {}) for each in told])
+    whole_origins = _differing([_flat(each.get("provenance") or {}) for each in told])
     parameters = _differing([_flat(_parameters(each)) for each in told])
     steps = list(_steps(profiles))
     if as_json:
@@ -422,7 +459,7 @@ def diff(
             to_json(
                 {
                     "profiles": [profile.name for profile in profiles],
-                    "provenance": {key: list(pair) for key, pair in origins.items()},
+                    "provenance": {key: list(pair) for key, pair in whole_origins.items()},
                     "parameters": {key: list(pair) for key, pair in parameters.items()},
                     "steps": steps,
                     "median_difference_percent": _median([step["difference_percent"] for step in steps]),
@@ -430,7 +467,8 @@ def diff(
             )
         )
         return
-    emit(_diff_text(profiles, origins, parameters, steps))
+    origins = {key: pair for key, pair in whole_origins.items() if with_parameters or "." not in key}
+    emit(_diff_text(profiles, origins, parameters if with_parameters else {}, steps))
 
 
 def _parameters(told: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -484,31 +522,33 @@ def _diff_text(
     steps: Sequence[Mapping[str, Any]],
 ) -> str:
     names = [f"A: {profiles[0].name}", f"B: {profiles[1].name}"]
-    rows = [
-        (
-            step["step"],
-            *(
-                f"{_ms(time_s)}{'*' if out else ''}"
-                for time_s, out in zip(step["step_s"], step["is_outside"], strict=True)
-            ),
-            f"{step['difference_percent']:+.1f} %",
-        )
-        for step in steps
-    ]
-    parts = [
-        "\n".join(names),
+    rows = _right_aligned([(step["step"], *_compared(step)) for step in steps])
+    parts = ["\n".join(names), _titled("step times", ("", "A", "B", "B against A"), rows)]
+    if any(any(step["is_outside"]) for step in steps):
+        parts.append(f"* {_OUTSIDE}")
+    parts += [
+        _conclusion(steps),
         _titled("origin", ("", "A", "B"), [(key, *map(_short, pair)) for key, pair in origins.items()]),
         _titled(
             "parameters that differ, times in seconds",
             ("", "A", "B"),
             [(key, *map(_short, pair)) for key, pair in parameters.items()],
         ),
-        _titled("step times", ("", "A", "B", "B against A"), rows),
-        _conclusion(steps),
     ]
-    if any(any(step["is_outside"]) for step in steps):
-        parts.append(f"* {_OUTSIDE}")
     return "\n\n".join(part for part in parts if part)
+
+
+def _compared(step: Mapping[str, Any]) -> list[str]:
+    times = [
+        f"{_ms(time_s)}{'*' if out else ' '}" for time_s, out in zip(step["step_s"], step["is_outside"], strict=True)
+    ]
+    return [*times, f"{step['difference_percent']:+.1f} %"]
+
+
+def _right_aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """All cells but the first of each row, which end below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [[row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in rows]
 
 
 def _conclusion(steps: Sequence[Mapping[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -355,7 +355,7 @@ def run_simulation(scenario: str | None, flags: Mapping[str, Any], options: Opti
     if options.dry_run:
         _print_plan(resolve(loaded), options)
         return
-    check_outputs(options)
+    check_outputs(options, (scenario, *flags.values()))
     resolved = resolve(loaded)
     _tell(resolved, options)
     run = _execute(resolved, options)
@@ -385,14 +385,14 @@ def _flag_name(parameter: str, value: Any) -> str:
     return ("--no-" if value is False else "--") + parameter.replace("_", "-")
 
 
-def check_outputs(options: Options) -> None:
-    """Find out that something cannot be written before the simulation, not after it."""
+def check_outputs(options: Options, inputs: Iterable[object] = ()) -> None:
+    """Find out that something cannot be written, or is one of the inputs, before the simulation, not after it."""
     from windtunnel.rundir import check_can_write, check_can_write_file
 
     if options.output is not None:
         check_can_write(options.output, force=options.force)
     if options.html is not None:
-        check_can_write_file(options.html)
+        check_can_write_file(options.html, inputs=inputs)
     if options.output is not None and options.html is not None:
         _check_apart(options.output, options.html)
 
