@@ -107,6 +107,7 @@ def gathered(inputs: Mapping[str, Any], evaluations: Sequence[Evaluation], dates
         "windtunnel": __version__,
         "rows": list(_rows(inputs, points, decisions, evaluations, dates)),
         "points": points,
+        "live_notes": [line for study in _live_studies(inputs) for line in study.get("notes", ()) if line],
         "decisions": decisions,
         "forks": [_fork_of(inputs[name], name) for name in ("fork", "fork_near_saturation") if name in inputs],
         "steps": list(_step_errors(inputs)),

@@ -161,11 +161,29 @@ def _remarks(evidence: Evidence) -> Iterator[str]:
             f"ITL p99 ({seconds(tail)}) is {digits(tail / middle, 2)} times the median: steps with prompts in them. A "
             "smaller --max-num-batched-tokens shortens them, and lengthens TTFT."
         )
+    if (cold := explain_measurement.cold_first_request(evidence)) is not None:
+        yield cold
+    yield from _since_start(evidence)
     if evidence.hit_rate is not None and evidence.facts.shared_prefix_share is None and evidence.hit_rate >= 0.05:
         yield (
             f"{percent(evidence.hit_rate)} of the prompt tokens came from the prefix cache; is that what the workload "
             "shares? (--shared-prefix-share checks it)"
         )
+
+
+def _since_start(evidence: Evidence) -> Iterator[str]:
+    """What one look at the server's counters says."""
+    at_most, counted = explain_server.preemptions_at_most(evidence), evidence.facts.counted_since_start or {}
+    if at_most == 0:
+        yield "The server has preempted no request since it started, so none in this run."
+    elif at_most is not None:
+        yield (
+            f"The server counts {at_most:,} preemptions since it started: no more than that fell into this run. A "
+            "range query of Prometheus (--metrics) would say how many."
+        )
+    asked, hits = counted.get("prefix_query_tokens", 0), counted.get("prefix_hit_tokens", 0)
+    if asked and evidence.hit_rate is None:
+        yield f"Since the server started {percent(hits / asked)} of the prompt tokens came from the prefix cache."
 
 
 def _not_checked(evidence: Evidence) -> Iterator[str]:
@@ -176,14 +194,19 @@ def _not_checked(evidence: Evidence) -> Iterator[str]:
         yield "when requests were sent: growth of the queue, client limits, requests in flight over time"
     elif not len(evidence.late_ns):
         yield "when requests were due: late sending and the wait at the client"
+    looked_once = evidence.facts.counted_since_start is not None
     if evidence.waiting is None:
-        yield "the server's gauges over time (--metrics, --log): whether seats or KV blocks were short"
+        source = (
+            "one look at /metrics has none; a range query of Prometheus, --log" if looked_once else "--metrics, --log"
+        )
+        yield f"the server's gauges over time ({source}): whether seats or KV blocks were short"
     if evidence.max_num_seqs is None:
         yield "max_num_seqs (--max-num-seqs): whether all seats were taken"
     if evidence.budget is None:
         yield "max_num_batched_tokens (--max-num-batched-tokens): whether it is too small"
     if evidence.hit_rate is None and evidence.facts.max_prefill_tokens_per_s is None:
-        yield "prefix cache hits (--metrics, --log) or the fastest prefill (--max-prefill): whether the cache was warm"
+        source = "a range query of Prometheus, --log" if looked_once else "--metrics, --log"
+        yield f"prefix cache hits ({source}) or the fastest prefill (--max-prefill): whether the cache was warm"
 
 
 def describe(measure: str, value: float | int | str) -> str:

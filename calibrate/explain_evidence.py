@@ -25,6 +25,8 @@ MOST_GAPS = 200_000
 """Gaps between tokens that are looked at; more are thinned out evenly."""
 SEATS_TAKEN = 0.97
 """Share of max_num_seqs from which on the seats count as taken."""
+_LOOKS = 2000
+"""Times, evenly over the run, at which the demand on the pool is looked at."""
 _PERCENTILES = (1.0, 5.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0)
 
 
@@ -77,6 +79,23 @@ class ServerWaiting:
         """Share of the time in the server that requests wait."""
         whole = self.waiting_mean + self.running_mean
         return self.waiting_mean / whole if whole else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDemand:
+    """KV tokens of the requests that decode, over time, beside the pool: what would be held if none were preempted."""
+
+    peak_tokens: float
+    """Most at one time."""
+    full_share: float
+    """Share of the run in which they are ``FULL_POOL`` of the pool or more."""
+    over_share: float
+    """Share in which they are more than the whole pool, so that some had been preempted."""
+    waiting_share: float
+    """Share of the request-seconds in flight in which a request had no token yet while the pool was full, less the
+    TTFT of the unhindered (5th percentile)."""
+    decoding_while_full: float
+    """Mean number of requests that had their first token and not their last, while it was full."""
 
 
 class Evidence:
@@ -263,6 +282,55 @@ class Evidence:
         )
         records = Records(requests, (), int(self.ended_ns[rows].max()))
         return judge(records, workload(due[rows].clip(min=0), prompts, outputs, max_concurrency=self.limit))
+
+    @property
+    def is_sharing_known(self) -> bool:
+        """Whether it is known how much of the prompts shares blocks with others."""
+        told = self.hit_rate is not None or self.facts.shared_prefix_share is not None
+        return told or self.run.server.enable_prefix_caching is False
+
+    @cached_property
+    def pool_demand(self) -> PoolDemand | None:
+        """What the requests must have held of the KV pool; None unless the pool and nearly all times are known.
+
+        From its first token to its end a request holds its prompt, less the share that came from the prefix cache, and
+        its answer so far, which is taken to grow evenly.
+        """
+        rows, pool = self.timed, self.kv_tokens
+        if pool is not None and len(rows):
+            rows = rows[self.table.is_finished[rows] & (self.table.ttft_ns[rows] >= 0)]
+        if pool is None or len(rows) < ENOUGH_KNOWN * max(len(self.timed), 1) or not len(rows):
+            return None
+        sent, ended = self.table.send_ns[rows], self.ended_ns[rows]
+        first = np.minimum(sent + self.table.ttft_ns[rows], ended)
+        shared = max(self.hit_rate or 0.0, self.facts.shared_prefix_share or 0.0)
+        prompts = np.maximum(self.table.num_prompt_tokens[rows], 0) * (1.0 - shared)
+        speed = np.maximum(self.table.num_output_tokens[rows], 0) / np.maximum(ended - first, 1)
+        at = np.linspace(float(sent.min()), float(ended.max()), _LOOKS)
+        begun, left, come = (np.argsort(times, kind="stable") for times in (first, ended, sent))
+
+        def sums(order: IntArray, times: IntArray, values: FloatArray) -> FloatArray:
+            so_far = np.concatenate(([0.0], np.cumsum(values[order])))
+            found: FloatArray = so_far[np.searchsorted(times[order], at, "right")]
+            return found
+
+        ones = np.ones(len(rows))
+        number = sums(begun, first, ones) - sums(left, ended, ones)
+        late = np.minimum(sent + np.percentile(first - sent, 5.0).astype(np.int64), first)
+        waiting = sums(np.argsort(late, kind="stable"), late, ones) - sums(begun, first, ones)
+        in_flight = float((sums(come, sent, ones) - sums(left, ended, ones)).sum())
+        grown = at * (sums(begun, first, speed) - sums(left, ended, speed))
+        grown -= sums(begun, first, speed * first) - sums(left, ended, speed * first)
+        held = sums(begun, first, prompts) - sums(left, ended, prompts) + grown
+        tokens = pool * self.num_engines
+        full = held >= FULL_POOL * tokens
+        return PoolDemand(
+            peak_tokens=float(held.max()),
+            full_share=float(full.mean()),
+            over_share=float((held > tokens).mean()),
+            waiting_share=float(waiting[full].sum() / in_flight) if in_flight else 0.0,
+            decoding_while_full=float(number[full].mean()) if full.any() else 0.0,
+        )
 
     # Tokens.
 

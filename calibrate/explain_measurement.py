@@ -51,6 +51,8 @@ RATE_OFF = 0.1
 """Deviation from the asked rate, beside three times that of a Poisson stream of so many requests, that is a fault."""
 COLD_FACTOR = 3.0
 COLD_S = 0.2
+COLD_MOVES = 0.02
+"""Change in mean or p99 TTFT by a first request that alone was slow from which on it is worth a remark."""
 
 
 def clock(evidence: Evidence) -> Finding | None:
@@ -97,6 +99,8 @@ def units(evidence: Evidence) -> Finding | None:
                 {"factor": factor},
             )
     speed = evidence.percentile_s("tpot", 50.0)
+    if speed is not None and speed < SPEEDS_S[0] and not_streamed(evidence) is not None:
+        return None  # the time is that of an answer in one piece
     if speed is None or SPEEDS_S[0] <= speed <= SPEEDS_S[1] or speed == 0:
         return None
     return Finding(
@@ -143,7 +147,7 @@ def _statements(evidence: Evidence) -> Iterator[tuple[str, float]]:
         if fits:
             yield "Requests in flight (throughput x E2EL) and max_concurrency differ", evidence.in_flight / asked
     if evidence.has_requests:
-        for name in ("ttft", "e2el", "itl"):
+        for name in ("ttft", "e2el") if not_streamed(evidence) is not None else ("ttft", "e2el", "itl"):
             said, ours = evidence.stated.get(f"mean_{name}_ms"), getattr(evidence.metrics, name).mean_ms
             if said and ours:
                 yield f"The stated mean {name.upper()} and that of the single requests differ", said / ours
@@ -235,7 +239,8 @@ def not_streamed(evidence: Evidence) -> Finding | None:
     known = table.is_finished & (table.ttft_ns >= 0) & (table.e2el_ns > 0) & (table.num_output_tokens > 8)
     if known.sum() < 5:
         return None
-    share = float((table.ttft_ns >= 0.995 * table.e2el_ns)[known].mean())
+    ratio = table.ttft_ns[known] / table.e2el_ns[known]
+    share = float(((ratio >= 0.995) & (ratio <= 1.005)).mean())  # a first token after the last is another fault
     if share < 0.5:
         return None
     return Finding(
@@ -656,7 +661,8 @@ def short_run(evidence: Evidence) -> Finding | None:
             Severity.WEAK,
             0.4,
             "the run is short",
-            f"{plural(number, 'request')} for {limit:,} in flight are {digits(number / limit, 2)} rounds: filling and "
+            f"{plural(number, 'request')} for {limit:,} in flight {verb(number, 'is', 'are')} "
+            f"{_rounds(number / limit)}: filling and "
             "emptying make up much of the run.",
             f"send at least {5 * limit:,} requests (--num-prompts)",
             {"num_requests": number, "max_concurrency": limit},
@@ -673,6 +679,11 @@ def short_run(evidence: Evidence) -> Finding | None:
         "send several times as many requests at the same rate (--num-prompts)",
         {"arrival_window_s": verdict.arrival_window_s, "stay_ratio": verdict.stay_ratio},
     )
+
+
+def _rounds(number: float) -> str:
+    told = digits(number, 2)
+    return f"{told} round" if told == "1" else f"{told} rounds"
 
 
 def cold_start(evidence: Evidence) -> Finding | None:
@@ -712,6 +723,28 @@ def cold_start(evidence: Evidence) -> Finding | None:
         f"{plural(int(early.sum()), 'first request')} raise mean TTFT by {percent(moved)}.",
         "send warm-up requests before the run (vllm bench serve --num-warmups) and leave them out",
         {"first_token_s": waited_s, "usual_ttft_s": float(np.median(usual)), "num_early": int(early.sum())},
+    )
+
+
+def cold_first_request(evidence: Evidence) -> str | None:
+    """A remark on a first request that alone took far longer than the others, where that moves mean or p99."""
+    table, rows = evidence.table, evidence.timed
+    rows = rows[table.is_finished[rows] & (table.ttft_ns[rows] >= 0)] if len(rows) else rows
+    if len(rows) < FEW_REQUESTS or cold_start(evidence) is not None:
+        return None
+    ttft, prompts = table.ttft_ns[rows] / NS_PER_S, table.num_prompt_tokens[rows]
+    others = ttft[1:]
+    usual = float(np.percentile(others, 99)) * max(float(prompts[0] / max(prompts[1:].mean(), 1)), 1.0)
+    if ttft[0] < COLD_S or ttft[0] < COLD_FACTOR * usual:
+        return None
+    mean = float(ttft.mean() / max(others.mean(), 1e-9) - 1)
+    tail = float(np.percentile(ttft, 99) / max(np.percentile(others, 99), 1e-9) - 1)
+    if max(mean, tail) <= COLD_MOVES:
+        return None
+    return (
+        f"The first request waited {seconds(float(ttft[0]))} for its first token, 99 % of the others at most "
+        f"{seconds(float(np.percentile(others, 99)))}: a cold start, which raises mean TTFT by {percent(mean)} and p99 "
+        f"by {percent(tail)}. Send warm-up requests before the run (vllm bench serve --num-warmups)."
     )
 
 

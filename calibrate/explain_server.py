@@ -21,6 +21,10 @@ MOST = 0.5
 """Share of the wait from which on a cause is the cause."""
 SCARCE_POOL = 0.75
 """KV usage from which on a free seat that stays empty is put down to the pool: the next prompt may not fit."""
+DEMAND_SHARE = 0.1
+"""Share of the run in which what decodes must fill the pool for a finding from the requests alone."""
+OVER_SHARE = 0.02
+"""Share of it in which they would need more than the whole pool, so that some were preempted."""
 WORTH_IT = 1.15
 """Gain in throughput by twice as many at once from which on more seats, or a larger pool, help."""
 LOOP_PREEMPTIONS = 4.0
@@ -149,7 +153,7 @@ def kv_pool(evidence: Evidence) -> Finding | None:
     peak = waiting.usage_peak if waiting is not None else None
     full = peak is None or peak >= FULL_POOL
     if not waits and not (preemptions >= 3 and each >= SOME_PREEMPTIONS and full):
-        return None
+        return _kv_pool_from_requests(evidence) if peak is None and share is None else None
     wait_share = waiting.waiting_share if waits and waiting is not None else 0.0
     gain = _gain(evidence, waiting.running_while_waiting / evidence.num_engines) if waiting is not None else None
     told = []
@@ -180,6 +184,69 @@ def kv_pool(evidence: Evidence) -> Finding | None:
             "gain_of_doubling": gain,
         },
     )
+
+
+def _kv_pool_from_requests(evidence: Evidence) -> Finding | None:
+    """Without gauges: what the requests must have held, beside a pool whose size is known, or a counter's bound."""
+    number, demand, pool = evidence.num_requests or 0, evidence.pool_demand, evidence.kv_tokens
+    at_most = preemptions_at_most(evidence)
+    counted = at_most or 0
+    often = counted >= 3 and bool(number) and counted / number >= SOME_PREEMPTIONS
+    if demand is None or pool is None:
+        return _kv_pool_by_counter(evidence, counted) if often else None
+    seats = evidence.max_num_seqs
+    seats_bind = seats is not None and demand.decoding_while_full >= SEATS_TAKEN * seats
+    waits = demand.waiting_share >= WAITING_SHARE and not seats_bind
+    full = demand.full_share >= DEMAND_SHARE and waits
+    told_apart = evidence.is_sharing_known or waits or often  # else prompts may just share blocks
+    over = demand.over_share >= OVER_SHARE and at_most != 0 and told_apart
+    if not full and not over:
+        return None
+    size, peak = pool * evidence.num_engines, demand.peak_tokens
+    assumed = "" if evidence.is_sharing_known else " (which share nothing, as far as is known)"
+    told = f"those that decode at once would hold {count(peak)} tokens at the peak"
+    told += f", {digits(peak / size, 3)} times the pool, so that some were preempted" if over else ""
+    told += f"; they fill {percent(FULL_POOL)} of it in {percent(demand.full_share)} of the run"
+    told += f", and {percent(demand.waiting_share)} of the time in flight is a wait then" if full else ""
+    told += f"; the server counts {plural(counted, 'preemption')} since it started" if counted else ""
+    return Finding(
+        "kv_pool",
+        Severity.LIMIT,
+        min(0.95, 0.55 + 0.4 * max(demand.full_share, demand.waiting_share)),
+        "the KV pool binds",
+        f"The pool of {size:,} tokens is too small for this load: by prompts and answers{assumed}, {told}.",
+        _pool_knob(evidence, None, counted or int(over)),
+        {
+            "kv_cache_tokens": pool,
+            "peak_demand_tokens": peak,
+            "full_share": demand.full_share,
+            "over_share": demand.over_share,
+            "num_preemptions_at_most": at_most,
+        },
+    )
+
+
+def _kv_pool_by_counter(evidence: Evidence, counted: int) -> Finding:
+    number = evidence.num_requests or 1
+    return Finding(
+        "kv_pool",
+        Severity.WEAK,
+        min(0.3 + counted / number, 0.6),
+        "the KV pool may bind: requests were preempted at some time",
+        f"The server counts {plural(counted, 'preemption')} since it started, {digits(counted / number)} for each "
+        "request of this run: how many of them fell into the run is not known.",
+        "give a look at /metrics right before the run and one right after (a range query of Prometheus), or "
+        "--kv-cache-tokens, and look again",
+        {"num_preemptions_at_most": counted},
+    )
+
+
+def preemptions_at_most(evidence: Evidence) -> int | None:
+    """Preemptions that the server counts since its start, where nothing says how many fell into the run."""
+    counted = evidence.facts.counted_since_start
+    if counted is None or evidence.run.counts.num_preemptions is not None:
+        return None
+    return counted.get("num_preemptions")
 
 
 def _pool_knob(evidence: Evidence, waiting: ServerWaiting | None, preemptions: int) -> str:

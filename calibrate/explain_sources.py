@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,6 +11,7 @@ import numpy as np
 
 from windtunnel.calibrate.explain_types import Facts
 from windtunnel.calibrate.live.observed import NS_PER_S, SERIES_COLUMNS, ObservedRun, ServerSeries
+from windtunnel.sim.deployment.metrics_text import parse_exposition
 from windtunnel.sim.deployment.startup_log import read_startup_log
 from windtunnel.sim.records import Records
 
@@ -21,6 +23,15 @@ _PERIODIC = re.compile(
 )
 _USAGE = re.compile(r"KV cache usage: (\d{1,6}(?:\.\d{1,6})?)%")
 _CLOCK = re.compile(r"(?<!\d)(\d{1,2}):(\d{2}):(\d{2})(?!\d)")
+_COUNTERS = {
+    "num_preemptions": "num_preemptions",
+    "total_cumulative_preemption_cnt": "num_preemptions",
+    "prefix_cache_queries": "prefix_query_tokens",
+    "gpu_prefix_cache_queries": "prefix_query_tokens",
+    "prefix_cache_hits": "prefix_hit_tokens",
+    "gpu_prefix_cache_hits": "prefix_hit_tokens",
+}
+"""Names of vLLM's counters, now and in older releases (sources: ``calibrate.live.metrics``)."""
 LINE_EVERY_S = 10.0
 """How often vLLM writes its periodic line (``VLLM_LOG_STATS_INTERVAL``)."""
 
@@ -53,6 +64,21 @@ def add_server_log(run: ObservedRun, text: str, *, name: str) -> ObservedRun:
         notes = (*notes, f"Preemptions are those of the whole log {name}, which may be longer than the run.")
     series = run.series if run.series is not None else _series(text)
     return replace(run, server=server, counts=counts, series=series, notes=notes)
+
+
+def counted_since_start(text: str, *, name: str) -> dict[str, int] | None:
+    """Counters in the text of ``/metrics``, summed over engines; None for Prometheus' JSON, which has gains.
+
+    Raises ValueError at a malformed line.
+    """
+    if text.lstrip()[:1] in ("{", "["):
+        return None
+    sums: dict[str, float] = {}
+    for sample in parse_exposition(text, name=name):
+        key = _COUNTERS.get(sample.name.removeprefix("vllm:").removeprefix("vllm_").removesuffix("_total"))
+        if key is not None and sample.name.startswith("vllm") and math.isfinite(sample.value):
+            sums[key] = sums.get(key, 0.0) + sample.value
+    return {key: round(value) for key, value in sums.items()}
 
 
 def _series(text: str) -> ServerSeries | None:

@@ -88,6 +88,9 @@ class Facts:
     """Mean running requests of each engine."""
     waiting_by_engine: tuple[float, ...] = ()
     num_swapped_out_blocks: int | None = None
+    counted_since_start: Mapping[str, int] | None = None
+    """Counters of one look at the server (``num_preemptions``, ``prefix_query_tokens``, ``prefix_hit_tokens``): they
+    count from its start on, so that they only bound what fell into the run.  None without such a look."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from windtunnel.executor.filler import Continuation, Filler
 from windtunnel.executor.keys import DigestKeys
 from windtunnel.executor.sampling import SamplingParams
 from windtunnel.sim.engine.plan import Preemption, StepPlan, StepResult
-from windtunnel.sim.engine.protocols import Executor
+from windtunnel.sim.engine.protocols import EngineLoad, Executor
 from windtunnel.sim.engine.request import Request
 from windtunnel.sim.engine.scheduler import Scheduler
 
@@ -94,6 +94,8 @@ class StepOutcome(NamedTuple):
     finished: list[Sequence]
     preemptions: list[Preemption]
     """Those of the plan, and of empty decisions before it."""
+    load: EngineLoad
+    """While the step ran: as it was decided, before who finished left."""
 
 
 class Engine:
@@ -191,6 +193,7 @@ class Engine:
         plan, preemptions = self._decide(now_ns)
         if plan.is_empty:
             return None
+        load = self.scheduler.load()
         try:
             result = self.executor.execute(plan)
             tokens = self._new_tokens(plan, result)
@@ -201,7 +204,7 @@ class Engine:
         outputs = [Output(sequence, self._append(sequence, new, is_made_up)) for sequence, new in tokens]
         end_ns = now_ns + result.step_ns
         finished = [self._finish(request) for request in self.scheduler.commit(plan, end_ns, result.speculated)]
-        return StepOutcome(plan, now_ns, end_ns, outputs, finished, preemptions)
+        return StepOutcome(plan, now_ns, end_ns, outputs, finished, preemptions, load)
 
     # -- EngineView: what a real executor may see
 

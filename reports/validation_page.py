@@ -429,6 +429,8 @@ def _runs_section(content: Plain, drawn: Mapping[str, Figure]) -> Iterator[str]:
         "without pacing, where a prediction is held to how far live runs of the same load are apart, or, where they "
         "ran only once, to nothing. Public GPU runs are predicted from kernel tables."
     )
+    if content.get("live_notes"):
+        yield from _lead(" ".join(line.removeprefix("- ") for line in content["live_notes"]))
     for name in ("scatter", "errors"):
         if name in drawn:
             yield page.figure(drawn[name])

@@ -34,7 +34,7 @@ from windtunnel.sim.engine.snapshot import (
     take_snapshot,
 )
 from windtunnel.sim.log import ReplicaLog, RequestLog
-from windtunnel.sim.metrics.window import UNITS, Metrics, seen_in, window_metrics
+from windtunnel.sim.metrics.window import UNITS, Metrics, seen_in, window_metrics, with_state_of
 from windtunnel.sim.noise import StepNoise
 from windtunnel.sim.records import Outcome, Records
 from windtunnel.sim.replica import Replica
@@ -111,6 +111,8 @@ class Forecast:
     lengths: str
     """How long answers were taken to be, in words."""
     notes: tuple[str, ...] = field(default=())
+    num_under_way: int = 0
+    """Steps that were decided before the snapshot and not over; they count with the engine's state at the snapshot."""
 
     @property
     def horizon_s(self) -> float:
@@ -205,18 +207,23 @@ def fork(
         request_ids=tuple(state.request_id for state in sorted(snapshot.live, key=_place_of_id)),
         num_futures=num_futures,
         changes=futures.changes,
-        cost=cost.name,
+        cost=_words_of(cost),
         is_calibrated=cost.calibrated,
         arrivals=futures.arrivals_text,
         lengths=futures.lengths_text,
         notes=(*stalled, *(() if outside is None else (outside,))),
+        num_under_way=sum(any(plan.shape) for plan in snapshot.under_way),
     )
 
 
 def compare_fork(forecast: Forecast, observed: Records | Metrics) -> list[MetricError]:
-    """The forecast beside what happened: the records of the whole run on the same clock, or metrics of the window."""
+    """The forecast beside what happened: the records of the whole run on the same clock, or metrics of the window.
+
+    Of records, the steps that were under way at the snapshot count with the engine's state then, as in the forecast.
+    """
     if isinstance(observed, Records):
-        observed = window_metrics(seen_in(observed), forecast.begin_ns, forecast.end_ns)
+        seen = with_state_of(seen_in(observed), seen_in(forecast.records), forecast.begin_ns, forecast.num_under_way)
+        observed = window_metrics(seen, forecast.begin_ns, forecast.end_ns)
     return [
         MetricError(name, UNITS[name], value, observed.get(name), _error_percent(value, observed.get(name)))
         for name, value in forecast.metrics.items()
@@ -251,6 +258,17 @@ def _shared_part(keys: Sequence[int], counts: Mapping[int, int]) -> tuple[int, .
     while num < len(keys) and counts[keys[num]] > 1:
         num += 1
     return tuple(keys[:num])
+
+
+def _words_of(cost: CostModel) -> str:
+    """The cost model's name; of a fitted one whose steps it was fitted to, since all of them are called the same."""
+    if not isinstance(cost, FittedCost):
+        return cost.name
+    known = cost.evidence.provenance
+    machine = known.get("gpu") or known.get("cpu")
+    parts = [f"of {known['model']}"] if known.get("model") else []
+    parts += [f"on {machine}"] if machine else []
+    return " ".join(("the profile", *parts)) if parts else cost.name
 
 
 def _taken(scheduler: Scheduler, now_ns: int | None) -> Snapshot:

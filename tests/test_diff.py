@@ -467,6 +467,11 @@ def test_what_cannot_be_compared_is_refused_with_the_remedy(
     assert "neither vllm, nor a file or folder that exists, nor KEY=VALUE" in capsys.readouterr().err
     assert main(["diff", scenario, "--against", "data_parallel_size=2"]) == 2
     assert "set data_parallel_size to 1" in capsys.readouterr().err
+    assert main(["diff", scenario, "--against", "foo=64"]) == 2
+    told = capsys.readouterr().err
+    assert "--against: unknown setting 'foo'; windtunnel schema --markdown lists all settings" in told
+    assert main(["diff", scenario, "--against", "max_num_seq=64"]) == 2
+    assert "unknown setting 'max_num_seq'; did you mean max_num_seqs or " in capsys.readouterr().err
     (tmp_path / "broken.jsonl").write_text("{}\n")
     assert main(["diff", "--against", str(tmp_path / "broken.jsonl")]) == 3
     assert "expected the header of a recording" in capsys.readouterr().err

@@ -519,3 +519,102 @@ def test_an_unreadable_result_is_exit_code_3(tmp_path: Path, capsys: pytest.Capt
     assert main(["explain", str(tmp_path / "x.json")]) == 3
     assert "not a result" in capsys.readouterr().err
     assert main(["explain", str(tmp_path)]) == 3
+
+
+# --- one look at the server's counters, pools that are only told, first requests that were slow
+
+
+def unseen(run: ObservedRun) -> ObservedRun:
+    """As the client alone sees it."""
+    cached = np.full(len(run.requests), -1)
+    bare = replace(run, server=ServerFacts(), counts=ServerCounts(), series=None)
+    return with_columns(bare, num_cached_tokens=cached)
+
+
+def test_a_known_pool_is_enough_to_find_that_it_binds() -> None:
+    case = kv_pool(2)
+    server = case.run.server
+    assert server.num_gpu_blocks is not None
+    assert server.block_size is not None
+    pool = (server.num_gpu_blocks - 1) * server.block_size
+    run = unseen(case.run)
+    assert "kv_pool" not in kinds(explain(run))
+    found = explain(run, Facts(kv_cache_tokens=pool, shared_prefix_share=0.0))
+    finding = next(each for each in found.findings if each.kind == "kv_pool")
+    assert f"The pool of {pool:,} tokens is too small" in finding.sentence
+    assert finding.evidence["peak_demand_tokens"] >= 0.9 * pool
+    assert "kv_pool" not in kinds(explain(run, Facts(kv_cache_tokens=20 * pool, shared_prefix_share=0.0)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pool_that_is_large_enough_is_no_finding(seed: int) -> None:
+    case = healthy(seed)
+    flying = explain(case.run).measures["in_flight_peak"]
+    most = int(flying * (case.run.requests.num_prompt_tokens + case.run.requests.num_output_tokens).max() * 1.2)
+    assert explain(unseen(case.run), Facts(kv_cache_tokens=most)).findings == ()
+
+
+METRICS = """# TYPE vllm:num_preemptions counter
+vllm:num_preemptions_total{model_name="m",engine="0"} %d
+# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total{model_name="m",engine="0"} 1000
+vllm:prefix_cache_hits_total{model_name="m",engine="0"} 250
+"""
+
+
+def test_a_counter_since_the_start_bounds_the_preemptions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, metrics = tmp_path / "run.json", tmp_path / "metrics.txt"
+    save_observed(unseen(healthy_open(2).run), saved)
+    number = len(healthy_open(2).run.requests)
+    for counted, said in ((number, "preemptions since it started"), (0, "no request since it started")):
+        metrics.write_text(METRICS % counted)
+        assert main(["explain", str(saved), "--metrics", str(metrics)]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert said in out
+        assert "Since the server started 25 % of the prompt tokens came from the prefix cache" in out
+        assert ("[weak] the KV pool may bind" in out) == (counted > 0)
+        assert "the server's gauges over time (one look at /metrics has none;" in out
+        assert "(--metrics, --log)" not in out
+
+
+def test_a_counter_that_may_be_of_earlier_runs_is_no_limit() -> None:
+    run = unseen(healthy_open(2).run)
+    found = explain(run, Facts(counted_since_start={"num_preemptions": 500}))
+    assert [(each.kind, each.severity) for each in found.findings] == [("kv_pool", Severity.WEAK)]
+    large = Facts(counted_since_start={"num_preemptions": 500}, kv_cache_tokens=10**9)
+    assert explain(run, large).findings == ()
+
+
+def test_an_answer_in_one_piece_is_no_matter_of_units() -> None:
+    run = unseen(healthy_open(2).run)
+    table = run.requests
+    whole = replace(
+        run,
+        requests=replace(
+            table,
+            ttft_ns=table.e2el_ns - 1000,
+            chunk_ns=np.zeros(0, np.int64),
+            chunk_tokens=np.zeros(0, np.int64),
+            chunk_offsets=np.zeros(len(table) + 1, np.int64),
+        ),
+        stated={"mean_itl_ms": 12.0},
+    )
+    assert kinds(explain(whole)) == ["not_streamed"]
+
+
+def test_a_first_request_that_alone_was_slow_is_remarked() -> None:
+    run = unseen(healthy_open(2).run)
+    assert "cold start" not in " ".join(explain(run).remarks)
+    first = int(np.argmin(run.requests.send_ns))
+    slow = np.zeros(len(run.requests), np.int64)
+    slow[first] = 6 * S
+    table = run.requests
+    moved = np.repeat(slow, np.diff(table.chunk_offsets))
+    later = with_columns(
+        run, ttft_ns=table.ttft_ns + slow, e2el_ns=table.e2el_ns + slow, chunk_ns=table.chunk_ns + moved
+    )
+    explained = explain(later)
+    assert any("a cold start, which raises mean TTFT by" in each for each in explained.remarks) or kinds(explained) == [
+        "cold_start"
+    ]
+    assert kinds(explained) in ([], ["cold_start"])

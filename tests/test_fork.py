@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from strategies import scheduler_configs, workloads
 
 from windtunnel.sim.cost.constant import AffineCost, ConstantCost
+from windtunnel.sim.cost.lookup import load_named
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.keys import PrivateKeys
 from windtunnel.sim.engine.per_request import make_scheduler
@@ -103,6 +104,27 @@ def test_a_fork_that_knows_all_is_what_happens(data: st.DataObject) -> None:
     assert shapes.shapes[:num] == spy.shapes[step : step + num]
     assert forecast.metrics == pytest.approx(window_metrics(seen_in(records), forecast.begin_ns, forecast.end_ns))
     assert all(error.error_percent in (None, pytest.approx(0.0)) for error in compare_fork(forecast, records))
+
+
+def test_steps_under_way_count_with_the_state_at_the_snapshot_on_both_sides() -> None:
+    num_other = 0
+    for step in range(20, 50):
+        snapshot, work, records = busy(now_step=step, num=60, async_scheduling=True)
+        assert len(snapshot.under_way) == 2
+        snapshot = replace(snapshot, now_ns=int(records.replicas[0].steps.start_ns[step - 1]))
+        forecast = fork(snapshot, COST, 0.02, later(work, snapshot.now_ns))
+        as_decided = window_metrics(seen_in(records), forecast.begin_ns, forecast.end_ns)
+        num_other += forecast.metrics != pytest.approx(as_decided)
+        for error in compare_fork(forecast, records):
+            assert error.predicted == pytest.approx(error.observed), (step, error.name)
+    assert num_other
+
+
+def test_a_fitted_cost_is_called_by_what_it_was_fitted_to() -> None:
+    snapshot, _, _ = busy()
+    cost = load_named("llama-3.1-8b-h100-sxm-tp1-bf16").cost
+    assert fork(snapshot, cost, 0.1).cost == "the profile of meta-llama/Llama-3.1-8B-Instruct on H100-SXM"
+    assert fork(snapshot, COST, 0.1).cost == "affine"
 
 
 def busy(now_step: int = 30, num: int = 30, **values: Any) -> tuple[Snapshot, Workload, Records]:

@@ -95,6 +95,22 @@ def test_what_is_no_snapshot_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "this is no snapshot" in run(capsys, path, "--cost", "constant:step_s=1ms")[2]
 
 
+def test_a_damaged_snapshot_is_no_fault_of_ours(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(saved.read_text())
+    saved.write_text(json.dumps({**data, "now_ns": 2**70}))
+    code, out, err = run(capsys, saved, "--cost", "constant:step_s=1ms")
+    assert (code, out) == (3, "")
+    assert "now_ns must be from 0 to 4,611,686,018,427,387,904" in err
+    assert "take the snapshot anew" in err
+
+
+def test_the_profile_is_named(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "llama-3.1-8b-h100-sxm-tp1-bf16"
+    code, out, _ = run(capsys, saved, "--profile", name, "--horizon", "1s", "--rate", "none")
+    assert code == 0
+    assert f"requests by {name}" in out.splitlines()[0]
+
+
 # -- a running server
 
 
@@ -159,6 +175,8 @@ def test_a_server_s_snapshot_can_be_saved_and_forked(
         ({"horizon_s": 1, "num_futures": 1000}, "num_futures"),
         ({"horizon_s": 1, "changes": {"block_size": 8}}, "block_size cannot change"),
         ({"horizon_s": 1, "changes": {"max_num_seqs": "many"}}, "must be a whole number, got 'many'"),
+        ({"horizon_s": 5, "changes": {"num_gpu_blocks": 10**12}}, "num_gpu_blocks must be from 2 to 4,194,304"),
+        ({"horizon_s": 5, "changes": {"num_gpu_blocks": 3 * 10**8}}, "got 300,000,000"),
         ({"horizon_s": 1, "arrivals": "some"}, "arrivals"),
         ({"horizon_s": 1, "arrivals": "none", "requests_per_s": 3}, "give one of them"),
         ({"horizon_s": 1, "arrivals": [], "requests_per_s": 3}, "give one of them"),

@@ -210,11 +210,26 @@ def test_keys_from_tokens_are_numbered_so_that_nothing_of_them_is_left() -> None
         (lambda data: data.update(num_running="4"), "num_running must be a whole number"),
         (lambda data: data["pool"]["blank"].pop(), "not the 40 usable ones"),
         (lambda data: data.update(num_running=1), "status"),
-        (lambda data: data.update(prefilling=[77]), "by their place"),
+        (lambda data: data.update(prefilling=[77]), r"prefilling.0. must be from 0 to \d+, got 77"),
         (lambda data: data["requests"][0].pop(), "rows of"),
         (lambda data: data["request_columns"].reverse(), "columns"),
         (lambda data: data["config"].update(max_num_seqs=0), "max_num_seqs must be at least 1"),
         (lambda data: data.update(requests=7), "damaged"),
+        (lambda data: data["config"].update(block_size=1), r"request 0: \d+ blocks of config.block_size 1 do not hold"),
+        (lambda data: data["config"].update(block_size=64), r"blocks of config.block_size 64 do not hold its \d+ comp"),
+        (lambda data: data["config"].update(block_size="x"), "config.block_size must be a whole number, got 'x'"),
+        (lambda data: data["config"].update(watermark=None), "config.watermark must be a number, got None"),
+        (lambda data: data["config"].update(seats=3), "config has the unknown field 'seats'; known are max_num_seqs"),
+        (lambda data: data.update(now_ns=2**70), "now_ns must be from 0 to 4,611,686,018,427,387,904, got 118059"),
+        (lambda data: data.update(now_ns=-1), "now_ns must be from 0"),
+        (lambda data: data.update(clock=-5), "clock must be from 0 .* got -5: take the snapshot anew"),
+        (lambda data: data.update(looks_at_each=1), "looks_at_each must be true or false, got 1"),
+        (lambda data: data.update(prefilling=[0, 0]), "prefilling must name each request once"),
+        (lambda data: data.update(extra=1), "the snapshot has the unknown field 'extra'"),
+        (lambda data: data["pool"].update(blank=[0]), r"pool.blank.0. must be from 1 to"),
+        (lambda data: data["pool"].update(runs=[[7, [1]]]), r"pool.runs.0..0. must be from 0 to 2, got 7"),
+        (lambda data: data["recent"].append([0, 5, 5, None, "a", []]), r"recent.0..priority must be a whole number"),
+        (lambda data: data.update(under_way=[{}]), r"under_way.0. is damaged: number is missing"),
     ],
 )
 def test_damaged_snapshots_are_refused_with_the_place(damage: Any, complaint: str) -> None:
@@ -222,6 +237,49 @@ def test_damaged_snapshots_are_refused_with_the_place(damage: Any, complaint: st
     damage(data)
     with pytest.raises(SnapshotError, match=complaint):
         from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "complaint"),
+    [
+        ("max_tokens", -3, r"requests.0. .request 0..max_tokens must be from 1 to 9,007,199,254,740,992, got -3"),
+        ("may_emit", 0, "may_emit must be from 1"),
+        ("may_emit", 10**6, "its numbers of tokens contradict each other: num_emitted_tokens"),
+        ("num_output_tokens", -1, "num_output_tokens must be from 1"),
+        ("num_computed_tokens", "7", "num_computed_tokens must be a whole number, got '7'"),
+        ("priority", "high", "priority must be a whole number, got 'high'"),
+        ("arrival_ns", None, "arrival_ns must be a whole number, got None"),
+        ("is_decoding", "yes", "is_decoding must be true or false, got 'yes'"),
+        ("keys", {"pieces": [[1]]}, r"keys.pieces.0. must have 2 values, got 1"),
+        ("keys", {"known": []}, "keys is damaged: own_base is missing"),
+        ("block_ids", [0], r"block_ids.0. must be from 1"),
+        ("progress", [1, 2], "progress must have 7 numbers, got 2"),
+        ("request_id", 1, "request 1 is in the queues twice"),
+    ],
+)
+def test_junk_in_a_request_is_named_with_its_column(column: str, value: Any, complaint: str) -> None:
+    data = json.loads(json.dumps(to_json(take_snapshot(busy(), 6))))
+    data["requests"][0][data["request_columns"].index(column)] = value
+    with pytest.raises(SnapshotError, match=complaint):
+        from_json(data)
+
+
+@given(st.data())
+def test_whatever_is_in_a_snapshot_it_is_read_or_refused(data: st.DataObject) -> None:
+    plain = json.loads(json.dumps(to_json(take_snapshot(busy(), 6))))
+    junk = data.draw(st.sampled_from([None, True, -1, 2**70, 1.5, "x", [], {}, [[]], {"a": 1}, float("nan")]))
+    part: Any = plain
+    while True:
+        places = list(part) if isinstance(part, dict) else range(len(part))
+        place = data.draw(st.sampled_from(places))
+        if not isinstance(part[place], dict | list) or not part[place] or data.draw(st.booleans()):
+            break
+        part = part[place]
+    part[place] = junk
+    try:
+        restore(from_json(plain))
+    except SnapshotError as error:
+        assert "not supported between" not in str(error)  # noqa: PT017
 
 
 def test_other_policies_are_refused() -> None:
@@ -292,6 +350,17 @@ def test_by_priority_from_now_on() -> None:
         ({"num_gpu_blocks": 4}, "request 0 may grow to 31 tokens, which 4 KV blocks"),
         ({"scheduler_reserve_full_isl": 1}, "must be true or false"),
         ({"watermark": "x"}, "watermark must be a number"),
+        ({"watermark": float("nan")}, "watermark must be at least 0 and below 1"),
+        (
+            {"num_gpu_blocks": 10**12},
+            "num_gpu_blocks must be from 2 to 4,194,304 in this engine, got 1,000,000,000,000",
+        ),
+        ({"num_gpu_blocks": 0}, "num_gpu_blocks must be from 2 to"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs must be from 1 to 1,048,576"),
+        ({"max_num_active_seqs": 10**9}, "max_num_active_seqs must be from 1 to"),
+        ({"max_num_batched_tokens": 10**9}, "max_num_batched_tokens must be from 1 to 16,777,216"),
+        ({"max_num_scheduled_tokens": 10**9}, "max_num_scheduled_tokens must be from 1 to 16,777,216"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be from 0"),
     ],
 )
 def test_changes_without_a_meaning_are_refused(changes: dict[str, Any], complaint: str) -> None:

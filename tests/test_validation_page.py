@@ -136,6 +136,12 @@ def test_how_far_live_runs_are_apart_is_said_only_if_there_was_more_than_one() -
     assert spread(3) == "5.0 %"
 
 
+def test_what_a_study_notes_of_its_failed_runs_is_on_the_page(tmp_path: Path) -> None:
+    study = {**live_study(), "notes": ["Two runs were made.", "", "- A, overload: TTFT mean -6.7 %"]}
+    html = page_of(tmp_path, content_of(live_vllm_cpu={"studies": {"paced": study}}))
+    assert "Two runs were made. A, overload: TTFT mean -6.7 %" in html
+
+
 def test_a_figure_out_of_its_limit_or_a_decision_that_differs_is_said_first(tmp_path: Path) -> None:
     good = page_of(tmp_path, content_of(live_vllm_cpu=live()))
     assert "All 2 figures of 1 live workload are within their limits." in good

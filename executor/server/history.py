@@ -71,7 +71,7 @@ class History:
         self._first_ns.pop(sequence.request, None)
 
     def take_step(self, engine: Engine, outcome: StepOutcome, end_ns: int) -> None:
-        """A step that ended then; how full the cache was is noted after who finished has left it."""
+        """A step that ended then; its levels are those while it ran, before who finished left."""
         plan = outcome.plan
         for chunk in plan.chunks:
             if chunk.samples:
@@ -80,13 +80,13 @@ class History:
             request = sequence.request
             first_ns = self._first_ns.get(request, end_ns)
             self._ended.append(_Ended(request.arrival_ns, first_ns, end_ns, sequence.num_output_tokens))
-        load, usable = engine.scheduler.load(), engine.scheduler.config.num_usable_blocks
+        load, usable = outcome.load, engine.scheduler.config.num_usable_blocks
         num_tokens = sum(len(output.token_ids) for output in outcome.outputs)
         self._steps.append(
             _Step(
                 outcome.begin_ns,
                 end_ns,
-                load.num_running + len(outcome.finished),
+                load.num_running,
                 load.num_waiting,
                 1.0 - load.num_free_blocks / usable,
                 num_tokens,

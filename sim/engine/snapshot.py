@@ -39,6 +39,12 @@ CHANGEABLE = (
 )
 """Fields of SchedulerConfig that ``change`` knows a meaning for in the middle of a run."""
 
+MOST_BLOCKS = 1 << 22
+"""Most ``num_gpu_blocks`` that ``change`` grows a pool to, or 16 times the pool it has, whichever is more."""
+MOST_SEQS = 1 << 20
+"""Most ``max_num_seqs`` that it takes."""
+MOST_TOKENS = 1 << 24
+"""Most tokens in a step's budget that it takes."""
 OutputLength = Callable[["RequestState"], int]
 """How many output tokens a request will have had in all when it is over."""
 
@@ -251,8 +257,8 @@ def change(scheduler: Scheduler, changes: Mapping[str, Any]) -> StepPlan:
     - another ``policy``: the queue is sorted anew by priority, or stays in its order from now on served by arrival;
     - the token budgets, thresholds and the watermark hold from the next decision on.
 
-    Raises ValueError for a field that has no meaning in mid-run, a value that SchedulerConfig refuses, and a pool that
-    a request of the engine could never fit.
+    Raises ValueError for a field that has no meaning in mid-run, a value that SchedulerConfig refuses or that is above
+    ``MOST_BLOCKS``, ``MOST_SEQS`` or ``MOST_TOKENS``, and a pool that a request of the engine could never fit.
     """
     unknown = [name for name in changes if name not in CHANGEABLE]
     if unknown:
@@ -261,6 +267,7 @@ def change(scheduler: Scheduler, changes: Mapping[str, Any]) -> StepPlan:
             "Simulate the others from the start"
         )
     _check_types(changes)
+    _check_sizes(scheduler.config, changes)
     before, after = scheduler.config, replace(scheduler.config, **changes)
     _check_fits(scheduler, after)
     held_back = scheduler._max_running == 0
@@ -442,6 +449,25 @@ def _check_types(changes: Mapping[str, Any]) -> None:
         if not is_none and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             words = {bool: "true or false", str: "text", int: "a whole number"}.get(kind, "a number")
             raise ValueError(f"{name} must be {words}, got {value!r}")
+
+
+def _check_sizes(config: SchedulerConfig, changes: Mapping[str, Any]) -> None:
+    """Values so large that nothing but memory would be spent on them are mistakes."""
+    most = {
+        "num_gpu_blocks": max(MOST_BLOCKS, 16 * config.num_gpu_blocks),
+        "max_num_seqs": max(MOST_SEQS, config.max_num_seqs),
+        "max_num_active_seqs": max(MOST_SEQS, config.max_num_seqs),
+        "max_num_batched_tokens": max(MOST_TOKENS, config.max_num_batched_tokens),
+        "max_num_scheduled_tokens": max(MOST_TOKENS, config.max_num_batched_tokens),
+        "long_prefill_token_threshold": config.max_model_len,
+    }
+    least = {"num_gpu_blocks": 2, "long_prefill_token_threshold": 0}
+    for name, value in changes.items():
+        if name in most and value is not None and not least.get(name, 1) <= value <= most[name]:
+            raise ValueError(
+                f"{name} must be from {least.get(name, 1):,} to {most[name]:,} in this engine, got {value:,}: ask for "
+                "a value in this range"
+            )
 
 
 _FLAGS = ("long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -11,15 +11,14 @@ from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.keys import STREAM_BITS, BlockKeys, ListedKeys, PrivateKeys, StreamKeys
 from windtunnel.sim.engine.per_request import Progress
 from windtunnel.sim.engine.plan import StepShape
+from windtunnel.sim.engine.request import Status
 from windtunnel.sim.engine.snapshot import OWN_STREAMS, PlanState, RecentRequest, RequestState, Snapshot
+from windtunnel.sim.engine.snapshot_check import SnapshotError, check_data
+
+__all__ = ["SCHEMA", "VERSION", "SnapshotError", "from_json", "to_json"]
 
 SCHEMA = "windtunnel.snapshot"
 VERSION = 1
-_MOST_ROWS = 1_000_000
-
-
-class SnapshotError(ValueError):
-    """Data that is no snapshot of a version that is known here, or contradicts itself."""
 
 
 def to_json(snapshot: Snapshot) -> dict[str, Any]:
@@ -63,6 +62,7 @@ def from_json(value: object) -> Snapshot:
             f"the snapshot has version {value.get('version')!r}, this windtunnel reads {VERSION}: take it anew"
         )
     try:
+        check_data(value)
         snapshot = _snapshot(value)
         _check(snapshot)
     except SnapshotError:
@@ -107,115 +107,45 @@ def _keys(value: Any) -> BlockKeys | None:
     if value is None:
         return None
     if "pieces" in value:
-        return StreamKeys.from_pieces(
-            [(_whole("keys", behind), _whole("keys", base)) for behind, base in value["pieces"]]
-        )
-    return ListedKeys(
-        _wholes("keys", value["known"]),
-        _whole("own_base", value["own_base"]),
-        _whole("num_shared_blocks", value["num_shared_blocks"]),
-        may_look_up=bool(value["may_look_up"]),
-    )
+        return StreamKeys.from_pieces([(behind, base) for behind, base in value["pieces"]])
+    return ListedKeys(value["known"], value["own_base"], value["num_shared_blocks"], may_look_up=value["may_look_up"])
 
 
 def _snapshot(value: Mapping[str, Any]) -> Snapshot:
-    config_names = [field.name for field in fields(SchedulerConfig)]
-    config = SchedulerConfig(**{name: value["config"][name] for name in config_names})
-    whole = {
-        name: _whole(name, value[name])
-        for name in (
-            *("now_ns", "clock", "num_steps_done", "num_decisions", "num_admitted", "max_running"),
-            *("num_running", "num_waiting"),
-        )
-    }
+    own = ("config", "requests", "pool", "under_way", "recent")
     return Snapshot(
-        config=config,
-        looks_at_each=bool(value["looks_at_each"]),
-        prefilling=_wholes("prefilling", value["prefilling"]),
-        requests=[_request_state(row) for row in _rows(value, "requests", RequestState._fields)],
+        config=SchedulerConfig(**value["config"]),
+        requests=[_request_state(row) for row in value["requests"]],
         pool=_pool_state(value["pool"]),
         under_way=[_plan_of_json(each) for each in value["under_way"]],
-        recent=[_recent(row) for row in _rows(value, "recent", RecentRequest._fields)],
-        **whole,
+        recent=[RecentRequest(*row) for row in value["recent"]],
+        **{field.name: value[field.name] for field in fields(Snapshot) if field.name not in own},
     )
-
-
-def _rows(value: Mapping[str, Any], name: str, columns: Sequence[str]) -> list[Sequence[Any]]:
-    given = value[f"{name[:-1] if name.endswith('s') else name}_columns"]
-    if list(given) != list(columns):
-        raise SnapshotError(f"the snapshot's {name} have the columns {given}, expected {list(columns)}")
-    rows: list[Sequence[Any]] = value[name]
-    if len(rows) > _MOST_ROWS or any(len(row) != len(columns) for row in rows):
-        raise SnapshotError(f"{name} must be at most {_MOST_ROWS:,} rows of {len(columns)} values")
-    return rows
 
 
 def _request_state(row: Sequence[Any]) -> RequestState:
     state = RequestState(*row)
-    if not isinstance(state.request_id, int | str):
-        raise SnapshotError(f"request_id must be a whole number or text, got {state.request_id!r}")
-    plain = {
-        name: _whole(name, getattr(state, name))
-        for name in RequestState._fields[1:25]
-        if not (name == "num_output_tokens" and state.num_output_tokens is None) and name != "is_decoding"
-    }
-    progress = None if state.progress is None else tuple(map(int, _wholes("progress", map(int, state.progress))))
-    return state._replace(
-        **plain,
-        is_decoding=bool(state.is_decoding),
-        num_emitted_tokens=_whole("num_emitted_tokens", state.num_emitted_tokens),
-        block_ids=_wholes("block_ids", state.block_ids),
-        keys=_keys(state.keys),
-        progress=progress,
-    )
-
-
-def _recent(row: Sequence[Any]) -> RecentRequest:
-    state = RecentRequest(*row)
-    numbers = {
-        name: _whole(name, getattr(state, name))
-        for name in RecentRequest._fields[:5]
-        if getattr(state, name) is not None or name != "num_output_tokens"
-    }
-    return state._replace(**numbers, prefix_keys=_wholes("prefix_keys", state.prefix_keys))
+    progress = None if state.progress is None else tuple(map(int, state.progress))
+    return state._replace(keys=_keys(state.keys), progress=progress)
 
 
 def _pool_state(value: Mapping[str, Any]) -> PoolState:
-    return PoolState(
-        _whole("num_blocks", value["num_blocks"]),
-        _whole("num_ids", value["num_ids"]),
-        bool(value["caching"]),
-        bool(value["unhashed_first"]),
-        _wholes("blank", value["blank"]),
-        [(_whole("kind", kind), _wholes("runs", run)) for kind, run in value["runs"]],
-        [(_whole("block", block), _whole("key", key)) for block, key in value["keys"]],
-        [(_whole("block", block), _whole("holders", num)) for block, num in value["extra_holders"]],
+    state = PoolState(**value)
+    return state._replace(
+        runs=[(kind, run) for kind, run in state.runs],
+        keys=[(block, key) for block, key in state.keys],
+        extra_holders=[(block, num) for block, num in state.extra_holders],
     )
 
 
 def _plan_of_json(value: Mapping[str, Any]) -> PlanState:
-    return PlanState(
-        _whole("number", value["number"]),
-        StepShape(*_wholes("shape", value["shape"])),
-        [(*_wholes("chunks", chunk[:4]), bool(chunk[4])) for chunk in value["chunks"]],  # type: ignore[misc]
-        _wholes("owed", value["owed"]),
-        [(_whole("request", place), _whole("drafts", num)) for place, num in value["num_drafts"]],
-        _wholes("padded", value["padded"]),
-        [tuple(_wholes("preemptions", each)) for each in value["preemptions"]],  # type: ignore[misc]
+    state = PlanState(**value)
+    return state._replace(
+        shape=StepShape(*state.shape),
+        chunks=[tuple(chunk) for chunk in state.chunks],  # type: ignore[misc]
+        num_drafts=[(place, num) for place, num in state.num_drafts],
+        preemptions=[tuple(each) for each in state.preemptions],  # type: ignore[misc]
     )
-
-
-def _whole(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise SnapshotError(f"{name} must be a whole number, got {value!r}")
-
-
-def _wholes(name: str, values: Iterable[Any]) -> list[int]:
-    found = list(values)
-    if all(type(value) is int for value in found):
-        return found
-    raise SnapshotError(f"{name} must hold whole numbers only")
 
 
 def _check(snapshot: Snapshot) -> None:
@@ -225,21 +155,46 @@ def _check(snapshot: Snapshot) -> None:
         raise SnapshotError(
             f"{snapshot.num_running} running and {snapshot.num_waiting} waiting do not fit {num} requests"
         )
+    names = [state.request_id for state in snapshot.live]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SnapshotError(f"request {twice} is in the queues twice: take the snapshot anew")
     for place, state in enumerate(snapshot.requests):
         expected = (1,) if place < snapshot.num_running else (0, 3) if place < live else (4, 5, 6)
         if state.status not in expected:
             raise SnapshotError(f"request {state.request_id} has status {state.status}, its place needs {expected}")
-        if state.num_prompt_tokens < 1 or not 0 <= state.num_emitted_tokens <= state.may_emit:
-            raise SnapshotError(f"request {state.request_id}: its numbers of tokens contradict each other")
-        if snapshot.looks_at_each and place < live and len(state.progress or ()) != len(Progress.__slots__):
-            raise SnapshotError(f"request {state.request_id}: progress must have {len(Progress.__slots__)} numbers")
-    places = [*snapshot.prefilling]
+        if place < live:
+            _check_tokens(snapshot, state)
+    if any(place >= snapshot.num_running for place in snapshot.prefilling):
+        raise SnapshotError(f"prefilling must name running requests, 0 to {snapshot.num_running - 1}")
     for plan in snapshot.under_way:
-        places += [*plan.owed, *plan.padded, *(each[0] for each in (*plan.chunks, *plan.num_drafts))]
-        places += [place for each in plan.preemptions for place in (each[0], each[4])]
-    if any(not 0 <= place < num for place in places):
-        raise SnapshotError(f"prefilling and under_way must name requests by their place, 0 to {num - 1}")
+        if any(place >= num for each in plan.preemptions for place in (each[0], each[4])):
+            raise SnapshotError(f"the preemptions under way must name requests by their place, 0 to {num - 1}")
+        if any(place >= num for place, _ in plan.num_drafts):
+            raise SnapshotError(f"num_drafts must name requests by their place, 0 to {num - 1}")
     _check_blocks(snapshot)
+
+
+def _check_tokens(snapshot: Snapshot, state: RequestState) -> None:
+    """The request's numbers beside each other and beside its blocks."""
+    name, size, held = f"request {state.request_id}", snapshot.config.block_size, len(state.block_ids)
+    length = state.num_output_tokens
+    if not state.num_emitted_tokens <= state.may_emit <= state.max_tokens or (
+        length is not None and length < state.num_emitted_tokens
+    ):
+        raise SnapshotError(
+            f"{name}: its numbers of tokens contradict each other: num_emitted_tokens {state.num_emitted_tokens}, "
+            f"may_emit {state.may_emit}, max_tokens {state.max_tokens}, num_output_tokens {length}"
+        )
+    if snapshot.looks_at_each and state.progress is None:
+        raise SnapshotError(f"{name}: progress must have {len(Progress.__slots__)} numbers")
+    ahead = snapshot.config.num_lookahead_tokens + 2 * snapshot.config.num_speculative_tokens + 2
+    most = -(-(state.num_computed_tokens + ahead) // size)
+    if state.status == Status.RUNNING and not -(-state.num_computed_tokens // size) <= held <= most:
+        raise SnapshotError(
+            f"{name}: {held} blocks of config.block_size {size} do not hold its {state.num_computed_tokens} computed "
+            "tokens; take the snapshot anew"
+        )
 
 
 def _check_blocks(snapshot: Snapshot) -> None:

@@ -46,7 +46,7 @@ class Seen(NamedTuple):
     start_ns: IntArray
     end_ns: IntArray
     num_running: IntArray
-    """While the step ran, as the two that follow."""
+    """While the step ran, as the two that follow: as it was decided, before it was booked."""
     num_waiting: IntArray
     kv_usage: FloatArray
     """Share of the usable KV blocks that requests held."""
@@ -103,6 +103,23 @@ def window_metrics(seen: Seen, begin_ns: int, end_ns: int) -> dict[str, float | 
         "num_preemptions": float(seen.num_preempted[(begin_ns <= seen.start_ns) & (seen.start_ns < end_ns)].sum()),
         **_levels(seen, begin_ns, end_ns),
     }
+
+
+def with_state_of(seen: Seen, other: Seen, begin_ns: int, num_steps: int) -> Seen:
+    """``seen``, with what ``other`` says of running, waiting and KV usage in the first steps that end after then.
+
+    An engine that decides ahead notes its state when it decides a step, so that of the ``num_steps`` steps which are
+    under way at ``begin_ns`` belongs to earlier moments, which nobody knows who begins there.
+    """
+    mine = np.flatnonzero(seen.end_ns > begin_ns)[:num_steps]
+    theirs = np.flatnonzero(other.end_ns > begin_ns)[:num_steps]
+    num = min(len(mine), len(theirs))
+    columns = {}
+    for name in ("num_running", "num_waiting", "kv_usage"):
+        column = getattr(seen, name).copy()
+        column[mine[:num]] = getattr(other, name)[theirs[:num]]
+        columns[name] = column
+    return seen._replace(**columns)
 
 
 def _latency(name: str, values_ns: npt.NDArray[np.float64] | IntArray) -> dict[str, float | None]:

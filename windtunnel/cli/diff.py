@@ -245,8 +245,35 @@ def _settings(text: str) -> dict[str, Override]:
             raise typer.BadParameter(f"{part!r} must read KEY=VALUE", param_hint="--against")
         setting = _value(value.strip())
         key = setting_key(name.strip().lstrip("-").replace("-", "_"), setting)
+        _check_key(key)
         settings[key] = Override(setting, f"--against {name.strip()}")
     return settings
+
+
+def _check_key(key: str) -> None:
+    """Raises BadParameter, with the nearest names, for what is no setting of a scenario."""
+    from windtunnel.scenarios.errors import ScenarioError
+    from windtunnel.scenarios.load import override_path
+
+    try:
+        override_path(key)
+    except ScenarioError:
+        near = _near_settings(key)
+        meant = f"did you mean {' or '.join(near)}?" if near else "windtunnel schema --markdown lists all settings"
+        raise typer.BadParameter(f"unknown setting {key!r}; {meant}", param_hint="--against") from None
+
+
+def _near_settings(name: str) -> list[str]:
+    """At most three settings that are spelt nearly so, or begin so."""
+    from difflib import get_close_matches
+
+    from windtunnel.scenarios.flags import KEY_OF_PARAMETER
+    from windtunnel.scenarios.schema import SECTIONS
+
+    fields = [key for models in SECTIONS.values() for model in models for key in model.model_fields]
+    known = list(dict.fromkeys([*fields, *KEY_OF_PARAMETER]))
+    alike = sorted((each for each in known if each.startswith(name)), key=len)
+    return list(dict.fromkeys([*alike, *get_close_matches(name, known, n=3, cutoff=0.6)]))[:3]
 
 
 def _value(text: str) -> Any:

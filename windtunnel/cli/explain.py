@@ -133,7 +133,7 @@ def explain(
     )
     runs = [loaded for path in results for loaded in _runs(path, given)]
     if log is not None or metrics is not None:
-        runs = [(_with_server(run, log, metrics), facts) for run, facts in runs]
+        runs = [_with_server(run, facts, log, metrics) for run, facts in runs]
     explained = explain_together([run for run, _ in runs], [facts for _, facts in runs])
     if as_json:
         from windtunnel.rundir import to_json
@@ -172,19 +172,21 @@ def _wait_shares(records: Records) -> Mapping[str, float]:
     return {cause.name.lower(): share for cause, share in shares_of_waiting(records).items()}
 
 
-def _with_server(run: ObservedRun, log: Path | None, metrics: Path | None) -> ObservedRun:
-    from windtunnel.calibrate.explain_sources import add_server_log
+def _with_server(run: ObservedRun, facts: Facts, log: Path | None, metrics: Path | None) -> tuple[ObservedRun, Facts]:
+    from windtunnel.calibrate.explain_sources import add_server_log, counted_since_start
     from windtunnel.calibrate.live.metrics import add_saved_metrics
     from windtunnel.calibrate.live.reading import UnreadableResult
 
     try:
         if metrics is not None:
-            run = add_saved_metrics(run, metrics.read_text("utf-8", errors="replace"), name=str(metrics))
+            text = metrics.read_text("utf-8", errors="replace")
+            run = add_saved_metrics(run, text, name=str(metrics))
+            facts = replace(facts, counted_since_start=counted_since_start(text, name=str(metrics)))
         if log is not None:
             run = add_server_log(run, log.read_text("utf-8", errors="replace"), name=str(log))
     except ValueError as error:
         raise UnreadableResult(str(error)) from None
-    return run
+    return run, facts
 
 
 def _text(explained: Explanation) -> Iterator[str]:

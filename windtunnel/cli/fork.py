@@ -116,7 +116,7 @@ def fork(
     }
     if endpoint is None:
         assert snapshot is not None, "one of them is given"
-        found = _of_file(snapshot, asked, _cost(profile, cost))
+        found = _of_file(snapshot, asked, *_cost(profile, cost))
     elif profile is not None or cost is not None:
         raise typer.BadParameter("--profile and --cost are for saved snapshots: a server knows what its steps cost")
     elif save is not None:
@@ -175,19 +175,21 @@ def _arrivals(rate: str | None) -> dict[str, Any]:
 # -- a saved snapshot
 
 
-def _cost(profile: str | None, cost: str | None) -> CostModel:
+def _cost(profile: str | None, cost: str | None) -> tuple[CostModel, str]:
+    """What a step costs, and the name of that."""
     from windtunnel.sim.cost.lookup import load_named
 
     if (profile is None) == (cost is None):
         raise typer.BadParameter("a saved snapshot needs either --profile or --cost: what does a step cost?")
     if profile is not None:
         try:
-            return load_named(profile).cost
+            found = load_named(profile)
+            return found.cost, found.name
         except (OSError, ValueError) as error:
             raise _unreadable(error, profile) from error
     assert cost is not None, "one of them is given"
     try:
-        return _written_cost(cost)
+        return _written_cost(cost), cost
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--cost") from error
 
@@ -206,7 +208,7 @@ def _written_cost(text: str) -> CostModel:
     raise ValueError(f"{kind!r} is not one of constant, affine; a --profile says more")
 
 
-def _of_file(path: Path, asked: Mapping[str, Any], cost: CostModel) -> dict[str, Any]:
+def _of_file(path: Path, asked: Mapping[str, Any], cost: CostModel, cost_name: str) -> dict[str, Any]:
     from windtunnel.sim.engine.snapshot_json import from_json
     from windtunnel.sim.fork import Rate
     from windtunnel.sim.fork import fork as simulate
@@ -221,7 +223,7 @@ def _of_file(path: Path, asked: Mapping[str, Any], cost: CostModel) -> dict[str,
     options = {name: asked.get(name) for name in ("lengths", "seed", "num_futures")}
     try:
         forecast = simulate(taken, cost, asked["horizon_s"], arrivals, changes=asked["changes"], **options)  # type: ignore[arg-type]
-        found = forecast.as_plain()
+        found = {**forecast.as_plain(), "cost": cost_name}
         if asked["changes"]:
             found["as_is"] = simulate(taken, cost, asked["horizon_s"], arrivals, **options).as_plain()["metrics"]  # type: ignore[arg-type]
     except ValueError as error:
