@@ -2,7 +2,8 @@
 
 An ingredient is swapped twice: alone in the prediction, and last, when all others are at their measured values.  The
 mean of both changes is what it is said to explain, which depends on no order of the ingredients.  What is left is what
-none of them holds: the way through HTTP, the client, and whatever the simulation does not know.
+none of them holds: the way through HTTP, the client, and whatever the simulation does not know.  It is looked at in the
+simulation with everything at its measured value, so that slow steps are not taken for a slow way.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from windtunnel.calibrate.live.observed import NS_PER_S, ObservedRun
+from windtunnel.calibrate.live.observed import NS_PER_S, FloatArray, ObservedRun
 from windtunnel.calibrate.live.observed_metrics import observed_from_records, observed_metrics
 from windtunnel.calibrate.step_tables import StepTable, recorded_step_table
+from windtunnel.calibrate.validation import with_requests
 from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.plan import StepShape
 from windtunnel.sim.engine.protocols import CostModel
@@ -64,13 +66,23 @@ class Ingredient:
 
     name: str
     swap: str
-    """From which value to which, in a sentence without its full stop."""
+    """From which value to which, in a sentence without its full stop; empty where both are about the same."""
     measured: Callable[[Setup], Setup]
     """Puts the measured value in."""
     is_inferred: bool = False
+    order: IntArray | None = None
+    """Rows of the workload in their new order, where swapping changes that."""
 
 
 Told = Callable[[str], None]
+
+
+class Attributed(NamedTuple):
+    """What explains the error, and the simulation in which all of it is at its measured value."""
+
+    attribution: Attribution
+    as_measured: ObservedRun
+    """With its requests in the order of the workload."""
 
 
 def attribute(
@@ -81,7 +93,7 @@ def attribute(
     unmeasured: Sequence[str] = (),
     infers_step_times: bool = True,
     tell: Told | None = None,
-) -> Attribution:
+) -> Attributed:
     """What each ingredient explains of the difference between the prediction and the mean of the live runs.
 
     ``infers_step_times`` adds, where it matters, a factor on all step times that makes the mean TPOT the live one:
@@ -95,16 +107,23 @@ def attribute(
         inferred = _step_factor(_with(planned, found), goal, tell)
         found += [] if inferred is None else [inferred]
     tell("everything as planned")
-    base = headline_values(planned.observed())
+    as_planned = planned.observed()
     tell("everything as measured")
-    whole = headline_values(_with(planned, found).observed()) if found else base
+    as_measured = _with(planned, found).observed() if found else as_planned
+    base, whole = headline_values(as_planned), headline_values(as_measured)
     shown = tuple(
         Headline(key, label, unit, goal[key], base[key], whole[key])
         for key, label, unit in HEADLINES
         if key in goal and key in base and key in whole
     )
     effects = tuple(_effect(planned, found, each, base, whole, shown, tell) for each in found)
-    return Attribution(shown, effects, tuple(unmeasured))
+    return Attributed(Attribution(shown, effects, tuple(unmeasured)), _in_order(as_measured, found))
+
+
+def _in_order(run: ObservedRun, swapped: Sequence[Ingredient]) -> ObservedRun:
+    """The run with its rows as they were before arrivals reordered them."""
+    order = next((each.order for each in swapped if each.order is not None), None)
+    return run if order is None else with_requests(run, np.argsort(order))
 
 
 def headline_values(run: ObservedRun) -> dict[str, float]:
@@ -167,7 +186,10 @@ def arrivals_of(planned: Workload, run: ObservedRun) -> Ingredient | None:
     if not (np.abs(late) > _LATE_NS).any():
         return None
     said = f"{_late_words(late)}{_cap_words(run, late)}"
-    return Ingredient("arrivals", said, lambda setup: replace(setup, workload=_sent_at(setup.workload, sent)))
+    order = np.argsort(sent, kind="stable")
+    return Ingredient(
+        "arrivals", said, lambda setup: replace(setup, workload=_sent_at(setup.workload, sent, order)), order=order
+    )
 
 
 def _late_words(late_ns: IntArray) -> str:
@@ -197,9 +219,8 @@ def client_cap(run: ObservedRun, late_ns: IntArray) -> int | None:
     return peak if near.mean() > 0.9 else None
 
 
-def _sent_at(planned: Workload, sent_ns: IntArray) -> Workload:
+def _sent_at(planned: Workload, sent_ns: IntArray, order: IntArray) -> Workload:
     """The requests at fixed times of sending, whatever they waited for."""
-    order = np.argsort(sent_ns, kind="stable")
     content = planned.content
     return workload(
         sent_ns[order],
@@ -244,8 +265,8 @@ def lengths_of(planned: Workload, run: ObservedRun) -> Ingredient | None:
 def _with_lengths(planned: Workload, swaps: Mapping[str, tuple[IntArray, IntArray]]) -> Workload:
     """Applied before arrivals reorder the rows."""
     columns: dict[str, Any] = {name: real for name, (_, real) in swaps.items()}
-    changed = replace(planned, **columns)
-    return replace(changed, max_tokens=np.maximum(changed.max_tokens, changed.num_output_tokens))
+    got = columns.get("num_output_tokens", planned.num_output_tokens)
+    return replace(planned, **columns, max_tokens=np.maximum(planned.max_tokens, got))
 
 
 # --- the engine
@@ -317,11 +338,14 @@ def steps_of(planned: Setup, table: StepTable, *, host_s: float | None = None) -
     """Recorded step times in place of the cost model's, and the host's time beside them if that is told apart."""
     cost = recorded_cost(table, planned.system.cost)
     priced_s = np.array([float(planned.system.cost.step_time_s(shape)) for shape in table.rows()])
+    factor = float(table.step_s.sum() / priced_s.sum())
     said = (
         f"a recorded step took {seconds(float(table.step_s.mean()))} on average, the cost model says "
-        f"{seconds(float(priced_s.mean()))} of the same steps ({digits(float(table.step_s.sum() / priced_s.sum()))} "
+        f"{seconds(float(priced_s.mean()))} of the same steps ({digits(factor)} "
         f"times as long, over {plural(len(table), 'step')})"
     )
+    if abs(factor - 1) < _LEAST_FACTOR:
+        said = ""
     found = [Ingredient("step times", said, lambda setup: _priced(setup, cost))]
     if host_s is not None:
         said = f"the host took {seconds(host_s)} beside each step, which the cost model leaves out"
@@ -389,27 +413,50 @@ def _scaled(setup: Setup, factor: float) -> Setup:
 # --- in words
 
 
-def causes_of(attribution: Attribution, live: ObservedRun, predicted: ObservedRun) -> list[str]:
+class _Cause(NamedTuple):
+    weight: float
+    """Share of all that is wrong that it takes away, from 0 to 1; what it adds to other errors does not count."""
+    words: str
+
+
+def causes_of(attributed: Attributed, live: ObservedRun, predicted: ObservedRun) -> list[str]:
     """What is likely to be behind the error, most of it first, in sentences with numbers."""
-    told = [*_explained(attribution), *_prefix_suspicions(live, predicted)]
-    ttft = next((each for each in attribution.headlines if each.key == "mean_ttft_ms"), None)
-    is_left = ttft is not None and (attribution.rest(ttft) or 0.0) > 0.5
-    return [*told, *(_way_suspicions(live, predicted) if is_left else ())]
+    attribution, as_measured = attributed
+    found = [*_explained(attribution), *_left(attribution, live, as_measured)]
+    ranked = [each.words for each in sorted(found, key=lambda each: -each.weight)]
+    return [*ranked, *_opposed(attribution), *_prefix_suspicions(live, predicted)]
 
 
-def _explained(attribution: Attribution) -> Iterator[str]:
+def _explained(attribution: Attribution) -> Iterator[_Cause]:
     wrong = [each for each in attribution.headlines if each.is_wrong]
-    found: list[tuple[float, str]] = []
+    plain = [each for each in wrong if not attribution.has_opposing_effects(each)]
     for effect in attribution.effects:
-        shares = [(attribution.explained(effect, each) or 0.0, each) for each in wrong]
+        shares = [(attribution.explained(effect, each) or 0.0, each) for each in plain]
         told = [(share, each) for share, each in shares if share >= _WORTH_TELLING]
-        if not told:
+        if not told or not effect.swap:
             continue
         words = effect.swap[:1].upper() + effect.swap[1:]
-        weight = sum(min(share, 1.0) for share, _ in told) / len(wrong)
-        found.append((weight - effect.is_inferred, f"{words}: this explains {_share_words(told)}."))
-    for _, words in sorted(found, key=lambda each: -each[0]):
-        yield words
+        weight = sum(max(_taken_away(share), 0.0) for share, _ in shares) / len(wrong)
+        yield _Cause(weight, f"{words}: this explains {_share_words(told)}.")
+
+
+def _taken_away(share: float) -> float:
+    """By how much an error gets smaller: one that is overshot is wrong on the other side."""
+    return 1.0 - abs(1.0 - share)
+
+
+def _opposed(attribution: Attribution) -> Iterator[str]:
+    """Errors that are the small difference of large effects."""
+    for headline in attribution.headlines:
+        if not headline.is_wrong or not headline.live or not attribution.has_opposing_effects(headline):
+            continue
+        changes = {each.ingredient: 100 * each.change(headline.key) / headline.live for each in attribution.effects}
+        down, up = min(changes, key=changes.__getitem__), max(changes, key=changes.__getitem__)
+        if changes[down] < 0 < changes[up]:
+            yield (
+                f"The error in {headline.label} is the small rest of two large opposite effects: {down} "
+                f"({changes[down]:+.1f} points) and {up} ({changes[up]:+.1f} points)."
+            )
 
 
 def _share_words(told: Sequence[tuple[float, Headline]]) -> str:
@@ -438,18 +485,38 @@ def _prefix_suspicions(live: ObservedRun, predicted: ObservedRun) -> Iterator[st
         )
 
 
-def _way_suspicions(live: ObservedRun, predicted: ObservedRun) -> Iterator[str]:
-    """First tokens that come later by about the same in nearly all requests are late on their way, not in a queue."""
-    theirs, ours = live.requests, predicted.requests
-    if len(theirs) != len(ours):
+def _left(attribution: Attribution, live: ObservedRun, as_measured: ObservedRun) -> Iterator[_Cause]:
+    """First tokens that are late even with everything measured: on their way if by about the same in all requests."""
+    headline = next((each for each in attribution.headlines if each.key == "mean_ttft_ms"), None)
+    if headline is None or not headline.is_wrong:
         return
+    rest = (headline.live - headline.measured) / (headline.live - headline.predicted)
+    late_ms = _first_tokens_late_ms(live, as_measured)
+    if rest <= 0.5 or late_ms is None:
+        return
+    low, middle, high = np.percentile(late_ms, [25, 50, 75]).tolist()
+    if middle <= 0.02 * headline.live:
+        return
+    number = sum(each.is_wrong for each in attribution.headlines)
+    said = (
+        f"First tokens came {milliseconds(middle)} later in the median request than simulated with everything at its "
+        f"measured value, and between {milliseconds(low)} and {milliseconds(high)} later in half of them"
+    )
+    share = f"{percent(min(rest, 1.0))} of the error in mean TTFT"
+    if high - low < 0.8 * middle:
+        why = "whatever the queue: the way through HTTP, tokenizing and the client, which is not simulated"
+    else:
+        why = "so not by about the same in all: more than the way through HTTP, and nothing measured tells what"
+    yield _Cause(max(_taken_away(rest), 0.0) / number, f"{said}, {why}; this is {share}.")
+
+
+def _first_tokens_late_ms(live: ObservedRun, simulated: ObservedRun) -> FloatArray | None:
+    """By request; None of too few of them."""
+    theirs, ours = live.requests, simulated.requests
+    if len(theirs) != len(ours):
+        return None
     known = theirs.is_finished & ours.is_finished & (theirs.ttft_ns > 0) & (ours.ttft_ns > 0)
     if int(known.sum()) < _FEWEST_PAIRS:
-        return
-    low, middle, high = np.percentile((theirs.ttft_ns - ours.ttft_ns)[known] / 1e6, [25, 50, 75]).tolist()
-    if middle > 0 and high - low < 0.8 * middle and middle > 0.02 * float(np.median(ours.ttft_ns[known])) / 1e6:
-        yield (
-            f"First tokens came {milliseconds(middle)} later than simulated in the median request, and between "
-            f"{milliseconds(low)} and {milliseconds(high)} later in half of them, whatever the queue: the way through "
-            "HTTP, tokenizing and the client, which is not simulated."
-        )
+        return None
+    late_ms: FloatArray = (theirs.ttft_ns - ours.ttft_ns)[known] / 1e6
+    return late_ms

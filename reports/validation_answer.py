@@ -7,10 +7,12 @@ from math import isinf
 from typing import NamedTuple
 
 from windtunnel.reports.words import NOTHING, count, milliseconds, percent, plural, seconds, verb
-from windtunnel.sim.metrics.agreement import Agreement, MetricError
+from windtunnel.sim.metrics.agreement import Agreement, Attribution, Effect, Headline, MetricError
 
 MAIN = ("throughput:output", "ttft:mean", "tpot:mean", "e2el:mean", "preemptions")
 """What is told first, and without limits judged."""
+_MOSTLY = 0.7
+"""Share of an error that leaves little to explain."""
 
 
 class ValidationAnswer(NamedTuple):
@@ -27,8 +29,7 @@ def answer(agreement: Agreement) -> ValidationAnswer:
         _numbers(agreement),
         _spread(agreement),
         *_missed(agreement),
-        *_first_cause(agreement),
-        _failed(agreement),
+        *_first_causes(agreement),
     )
     return ValidationAnswer(_headline(agreement), tuple(each for each in sentences if each), _tone(agreement))
 
@@ -79,13 +80,22 @@ def _missed(agreement: Agreement) -> Iterator[str]:
         yield f"Missed: {told}{more}."
 
 
-def _first_cause(agreement: Agreement) -> Iterator[str]:
-    yield from agreement.causes[:1]
+def _first_causes(agreement: Agreement) -> Iterator[str]:
+    """Requests that failed go first among the causes; a second cause is told where one alone does not explain most."""
+    number = 1 if _one_explains(agreement) else 2
+    yield from agreement.causes[: number + bool(agreement.num_failed)]
 
 
-def _failed(agreement: Agreement) -> str:
-    number = agreement.num_failed
-    return f"{plural(number, 'live request')} did not finish." if number else ""
+def _one_explains(agreement: Agreement) -> bool:
+    """Whether one ingredient takes most of every error away; without an attribution one cause is enough."""
+    attribution = agreement.attribution
+    if attribution is None:
+        return True
+    wrong = [each for each in attribution.headlines if each.is_wrong]
+    return any(
+        all(_MOSTLY <= (attribution.explained(effect, each) or 0.0) <= 2 - _MOSTLY for each in wrong)
+        for effect in attribution.effects
+    )
 
 
 def spoken(error: MetricError) -> str:
@@ -112,6 +122,35 @@ def share_words(share: float | None, *, in_points: bool = False, signed: bool = 
     value = 100 * share if signed else abs(100 * share)
     text = f"{value:+.1f}" if signed else f"{value:.1f}"
     return f"{'0.0' if text in ('-0.0', '+0.0') else text} {'points' if in_points else '%'}"
+
+
+def effect_words(attribution: Attribution, effect: Effect, headline: Headline) -> str:
+    """The share of an error that an ingredient takes away; where large effects cancel each other, what each does."""
+    if not attribution.has_opposing_effects(headline):
+        return share_words(attribution.explained(effect, headline))
+    change = effect.change(headline.key)
+    if not headline.live:
+        return f"{change:+.1f}"
+    return share_words(change / headline.live, in_points=True)
+
+
+def rest_words(attribution: Attribution, headline: Headline) -> str:
+    """What is left of an error, in the terms of ``effect_words``."""
+    rest = attribution.rest(headline)
+    if rest is None or not attribution.has_opposing_effects(headline):
+        return share_words(rest)
+    left = rest * (headline.predicted - headline.live)
+    return share_words(left / headline.live, in_points=True) if headline.live else f"{left:+.1f}"
+
+
+def opposing_note(attribution: Attribution) -> str:
+    """How to read a table with effects that cancel each other; empty if there are none."""
+    if not any(map(attribution.has_opposing_effects, attribution.headlines)):
+        return ""
+    return (
+        "Points: by how much the prediction changes, in percent of the live number, where large opposite effects leave "
+        "a small error of which shares say nothing; left is the error that remains."
+    )
 
 
 def interval_words(error: MetricError) -> str:

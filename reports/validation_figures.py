@@ -12,7 +12,15 @@ import numpy as np
 from windtunnel.reports.figures import Figure, Trace, log_axis, rounded
 from windtunnel.reports.validation_answer import error_words, share_words
 from windtunnel.reports.words import digits
-from windtunnel.sim.metrics.agreement import Agreement, Attribution, Curve, MetricError, Overlay, relative_error
+from windtunnel.sim.metrics.agreement import (
+    Agreement,
+    Attribution,
+    Curve,
+    Headline,
+    MetricError,
+    Overlay,
+    relative_error,
+)
 
 _LIVE, _SIMULATED = "@orange", "@blue"
 _COLOURS = ("@blue", "@orange", "@green", "@purple", "@vermillion", "@sky")
@@ -193,12 +201,21 @@ def _over_time(overlay: Overlay) -> Figure:
 
 
 def _explained(attribution: Attribution) -> bool:
-    return bool(attribution.effects) and any(attribution.rest(each) is not None for each in attribution.headlines)
+    return bool(attribution.effects) and bool(_drawn_headlines(attribution))
+
+
+def _drawn_headlines(attribution: Attribution) -> list[Headline]:
+    """Those of whose error shares say something."""
+    return [
+        each
+        for each in attribution.headlines
+        if attribution.rest(each) is not None and not attribution.has_opposing_effects(each)
+    ]
 
 
 def attribution_figure(attribution: Attribution) -> Figure:
     """For each headline metric, which share of its error each ingredient takes away, and what is left."""
-    shown = [each for each in attribution.headlines if attribution.rest(each) is not None]
+    shown = _drawn_headlines(attribution)
     errors = [share_words(relative_error(each.live, each.predicted)) for each in shown]
     labels = [
         "<br>".join((*wrap(each.label, _NAME_WIDTH), error.replace(" ", "\u00a0")))

@@ -26,7 +26,16 @@ from windtunnel.reports.page import (
     table,
     warning_box,
 )
-from windtunnel.reports.validation_answer import MAIN, answer, error_words, share_words, value_words
+from windtunnel.reports.validation_answer import (
+    MAIN,
+    answer,
+    effect_words,
+    error_words,
+    opposing_note,
+    rest_words,
+    share_words,
+    value_words,
+)
 from windtunnel.reports.validation_context import ValidationContext
 from windtunnel.reports.validation_figures import validation_figures
 from windtunnel.reports.validation_text import columns, row
@@ -151,15 +160,15 @@ def _swaps(attribution: Attribution) -> Iterator[str]:
         rows = [
             (
                 cell(effect.ingredient),
-                cell(effect.swap, "words"),
-                *(cell(share_words(attribution.explained(effect, each)), "number") for each in attribution.headlines),
+                cell(effect.swap or "about the same", "words"),
+                *(cell(effect_words(attribution, effect, each), "number") for each in attribution.headlines),
             )
             for effect in attribution.effects
         ]
         rest = (
             cell("left"),
             cell("by none of them", "words"),
-            *(cell(share_words(attribution.rest(each)), "number") for each in attribution.headlines),
+            *(cell(rest_words(attribution, each), "number") for each in attribution.headlines),
         )
         error = (
             cell("error of the prediction"),
@@ -167,6 +176,8 @@ def _swaps(attribution: Attribution) -> Iterator[str]:
             *(cell(share_words(relative_error(each.live, each.predicted)), "number") for each in attribution.headlines),
         )
         yield from table(heads, [error, *rows, rest])
+        if note := opposing_note(attribution):
+            yield f'<p class="lead">{escape(note)}</p>'
     if attribution.unmeasured:
         yield f"<h3>Not swapped</h3><ul>{''.join(f'<li>{escape(text)}</li>' for text in attribution.unmeasured)}</ul>"
 

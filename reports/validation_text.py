@@ -8,8 +8,11 @@ from textwrap import wrap
 from windtunnel.reports.text import header
 from windtunnel.reports.validation_answer import (
     answer,
+    effect_words,
     error_words,
     interval_words,
+    opposing_note,
+    rest_words,
     share_words,
     spread_words,
     value_words,
@@ -81,12 +84,13 @@ def _attribution(attribution: Attribution) -> list[str]:
     heads = ["What explains the error", *(each.label for each in attribution.headlines)]
     rows = [["error of the prediction", *map(_headline_error, attribution.headlines)]]
     rows += [
-        [effect.ingredient, *(share_words(attribution.explained(effect, each)) for each in attribution.headlines)]
+        [effect.ingredient, *(effect_words(attribution, effect, each) for each in attribution.headlines)]
         for effect in attribution.effects
     ]
     if attribution.effects:
-        rows.append(["left", *(share_words(attribution.rest(each)) for each in attribution.headlines)])
+        rows.append(["left", *(rest_words(attribution, each) for each in attribution.headlines)])
     lines = _aligned([heads, *rows])
+    lines += wrap(opposing_note(attribution), PROSE_WIDTH, subsequent_indent="  ")
     for text in attribution.unmeasured:
         lines += wrap(f"Not swapped: {text}", PROSE_WIDTH, subsequent_indent="  ")
     return lines

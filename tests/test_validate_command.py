@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from scripted_server import Asked, answer_well, head, scripted
 from serving import limits, serving
 from validation_builders import (
     CONFIG,
@@ -24,11 +28,14 @@ from validation_builders import (
 import windtunnel.validation
 from windtunnel.api import load_run
 from windtunnel.calibrate.attribution import AdjustedCost
+from windtunnel.calibrate.live.client import Progress, late_note
 from windtunnel.calibrate.live.imports import read_result
-from windtunnel.cli.errors import EXIT_SLO_BREACHED, EXIT_UNREADABLE, EXIT_USAGE
+from windtunnel.calibrate.live.observed import SendReport
+from windtunnel.cli.errors import EXIT_INTERRUPTED, EXIT_SLO_BREACHED, EXIT_UNREADABLE, EXIT_USAGE
 from windtunnel.cli.main import main
+from windtunnel.sim.workload import workload
 from windtunnel.validation import validate
-from windtunnel.validation_inputs import ValidationError
+from windtunnel.validation_inputs import ValidationError, _with_rows
 
 FORMATS = Path(__file__).resolve().parents[1].parent / "shared" / "live_vllm_cpu" / "formats"
 QUICK = ("-q", "--no-attribution")
@@ -268,6 +275,113 @@ def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     flags = ["--cost", "constant:step_s=50ms", "--num-gpu-blocks-override", "900"]
     assert main([*client("http://127.0.0.1:9"), *flags, *QUICK]) == EXIT_UNREADABLE
     assert "http://127.0.0.1:9 does not say which model it serves" in capsys.readouterr().err
+
+
+async def _every_other_fails(asked: Asked, writer: asyncio.StreamWriter) -> None:
+    if asked.row % 2:
+        body = b'{"error": "boom"}'
+        writer.write(head(500, content_type="application/json", transfer_encoding="", content_length=str(len(body))))
+        writer.write(body)
+        return
+    await answer_well(asked, writer, 0.005)
+
+
+async def _more_than_asked_for(asked: Asked, writer: asyncio.StreamWriter) -> None:
+    await answer_well(asked._replace(body={**asked.body, "max_tokens": asked.body["max_tokens"] + 7}), writer, 0.005)
+
+
+SCRIPTED = ("--cost", "constant:step_s=5ms", "--num-gpu-blocks-override", "900", "--max-model-len", "600", *LOADED)
+
+
+def test_requests_that_a_server_failed_are_left_out_and_told_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with scripted(_every_other_fails) as served:
+        flags = ["validate", "--endpoint", served.url, "--num-warmups", "0", "-o", str(tmp_path / "out")]
+        assert main([*flags, *SCRIPTED, "--json", *QUICK]) == 0
+    answer = told(capsys)
+    assert answer["causes"][0].startswith("8 of 16 requests failed (status 500: boom). They are left out")
+    assert (answer["num_requests"], answer["num_failed"]) == (8, 8)
+    assert answer["simulated"]["completed"] == answer["live"][0]["completed"] == 8
+    assert abs(errors(answer)["throughput:requests"]) < 0.3
+    assert len(read_result(tmp_path / "out" / "live-1.jsonl").requests) == 16
+
+
+def test_a_turn_whose_turn_before_failed_comes_when_it_was_due() -> None:
+    load = workload([0, -1, 10, -1], [8] * 4, [4] * 4, previous=[-1, 0, -1, 2], think_ns=[0, 5, 0, 5])
+    kept, rows = _with_rows(load, np.array([1, 2, 3]), np.array([0, 700, 10, 400]))
+    assert rows.tolist() == [2, 3, 1]
+    assert kept.arrival_ns.tolist() == [10, -1, 700]
+    assert kept.previous.tolist() == [-1, 0, -1]
+    assert kept.think_ns.tolist() == [0, 5, 0]
+
+
+def test_more_tokens_than_asked_for_are_told_as_a_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted(_more_than_asked_for) as served:
+        assert main(["validate", "--endpoint", served.url, "--num-warmups", "0", *SCRIPTED, "--json", "-q"]) == 0
+    causes = told(capsys)["causes"]
+    assert any("answers had" in cause.lower() and "were asked for" in cause for cause in causes), causes
+
+
+def test_a_server_that_takes_connections_and_never_answers_is_named_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert main(["validate", "--endpoint", url, "--max-seconds", "0.3", *SCRIPTED, *QUICK]) == EXIT_UNREADABLE
+    assert f"{url} does not answer: its model and metrics were not told within 0.3 s" in capsys.readouterr().err
+
+
+def test_a_server_that_answers_no_request_has_the_same_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    async def fail(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await _every_other_fails(Asked(asked.method, asked.path, {"x-request-id": "w-1"}, asked.body), writer)
+
+    with scripted(fail) as served:
+        assert main(["validate", "--endpoint", served.url, "--num-warmups", "0", *SCRIPTED, *QUICK]) == EXIT_UNREADABLE
+    assert "not one of 16 requests was answered" in capsys.readouterr().err
+
+
+def test_an_interrupted_live_run_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = windtunnel.validation_inputs.run_live
+    monkeypatch.setattr(
+        windtunnel.validation_inputs, "run_live", lambda *a, **more: replace(real(*a, **more), was_interrupted=True)
+    )
+    with scripted(answer_well) as served:
+        assert main(["validate", "--endpoint", served.url, "--num-warmups", "0", *SCRIPTED, *QUICK]) == EXIT_INTERRUPTED
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_long_wait_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(windtunnel.validation_inputs._Told, "every_s", 0.0)
+    tell = windtunnel.validation_inputs._Told(heard.append)
+    tell(Progress(0.0, 16, 0, 0, 0, 0, 0))
+    tell(Progress(31.4, 16, 9, 3, 4, 2, 50))
+    assert heard == [
+        "waiting for the answers to warm-up requests",
+        "31 s: 4 of 16 requests finished, 2 failed, 3 in flight",
+    ]
+
+
+def test_live_runs_of_an_earlier_validation_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "out"
+    with scripted(answer_well) as served:
+        flags = ["validate", "--endpoint", served.url, "--num-warmups", "0", *SCRIPTED, *QUICK, "-o", str(folder)]
+        assert main([*flags, "--repeats", "2"]) == 0
+        (folder / "live-notes.jsonl").write_text("")
+        assert main(flags) == 0
+    capsys.readouterr()
+    assert sorted(path.name for path in folder.glob("live-*")) == ["live-1.jsonl", "live-notes.jsonl"]
+
+
+def test_a_client_that_was_late_in_each_run_is_told_of_once() -> None:
+    runs = []
+    for late_s in (0.012, 0.034):
+        report = SendReport(0.0, late_s, late_s, 0.0, 1)
+        runs.append(replace(setup().observed(), send_report=report, notes=(late_note(report), "Another note.")))
+    notes = list(windtunnel.validation._notes_of(runs))
+    assert notes[0].startswith("In 2 of 2 live runs, here the worst: The client sent late: 99 % within 34.0 ms")
+    assert notes[1:] == ["Another note."] * 2
 
 
 # --- our own engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -15,6 +16,7 @@ from validation_builders import CONFIG, COST, as_live, requests, setup, write_re
 
 from windtunnel.calibrate.attribution import (
     AdjustedCost,
+    Attributed,
     Ingredient,
     Setup,
     arrivals_of,
@@ -32,7 +34,15 @@ from windtunnel.calibrate.validation import (
     with_limits,
     with_requests,
 )
-from windtunnel.sim.metrics.agreement import METRICS, Agreement, Attribution, MetricError, relative_error
+from windtunnel.sim.metrics.agreement import (
+    METRICS,
+    Agreement,
+    Attribution,
+    Effect,
+    Headline,
+    MetricError,
+    relative_error,
+)
 
 # --- limits
 
@@ -225,9 +235,9 @@ def all_ingredients(planned: Setup, run: ObservedRun, served: Setup) -> list[Ing
 def test_a_smaller_pool_is_named_with_both_sizes() -> None:
     planned, served = setup(), setup(config=replace(CONFIG, num_gpu_blocks=61))
     run = as_live(served.observed())
-    attribution = attribute(planned, all_ingredients(planned, run, served), [run])
-    assert shares(attribution, "mean_e2el_ms") == {"KV pool": pytest.approx(1.0)}
-    (cause,) = causes_of(attribution, run, planned.observed())
+    attributed = attribute(planned, all_ingredients(planned, run, served), [run])
+    assert shares(attributed.attribution, "mean_e2el_ms") == {"KV pool": pytest.approx(1.0)}
+    (cause,) = causes_of(attributed, run, planned.observed())
     assert "the live server had 960 KV tokens (61 blocks of 16), the plan said 4,800" in cause.lower().replace(
         "kv", "KV"
     )
@@ -237,9 +247,9 @@ def test_a_smaller_pool_is_named_with_both_sizes() -> None:
 def test_fewer_seats_are_named_with_both_numbers() -> None:
     planned, served = setup(), setup(config=replace(CONFIG, max_num_seqs=4))
     run = as_live(served.observed())
-    attribution = attribute(planned, all_ingredients(planned, run, served), [run])
-    assert shares(attribution, "mean_ttft_ms") == {"engine settings": pytest.approx(1.0)}
-    assert "max_num_seqs 4 (planned: 16)" in causes_of(attribution, run, planned.observed())[0]
+    attributed = attribute(planned, all_ingredients(planned, run, served), [run])
+    assert shares(attributed.attribution, "mean_ttft_ms") == {"engine settings": pytest.approx(1.0)}
+    assert "max_num_seqs 4 (planned: 16)" in causes_of(attributed, run, planned.observed())[0]
 
 
 def test_late_arrivals_are_named_with_their_delay() -> None:
@@ -257,26 +267,26 @@ def test_late_arrivals_are_named_with_their_delay() -> None:
         )
     )
     run = as_live(with_requests(served.observed(), np.argsort(order)))
-    attribution = attribute(planned, all_ingredients(planned, run, served), [run])
-    assert shares(attribution, "makespan_s") == {"arrivals": pytest.approx(1.0)}
-    assert "sent 270 ms after they were due on average, at most 300 ms" in causes_of(attribution, run, run)[0]
+    attributed = attribute(planned, all_ingredients(planned, run, served), [run])
+    assert shares(attributed.attribution, "makespan_s") == {"arrivals": pytest.approx(1.0)}
+    assert "sent 270 ms after they were due on average, at most 300 ms" in causes_of(attributed, run, run)[0]
 
 
 def test_a_capped_client_is_named_with_its_cap() -> None:
     planned = setup(requests(gap_s=0.01))
     run = as_live(setup(replace(planned.workload, max_concurrency=5)).observed())
-    attribution = attribute(planned, all_ingredients(planned, run, planned), [replace(run, max_concurrency=None)])
-    assert shares(attribution, "mean_ttft_ms")["arrivals"] == pytest.approx(1.0, abs=0.02)
-    assert "the client was capped, never more than 5 in flight" in causes_of(attribution, run, planned.observed())[0]
+    attributed = attribute(planned, all_ingredients(planned, run, planned), [replace(run, max_concurrency=None)])
+    assert shares(attributed.attribution, "mean_ttft_ms")["arrivals"] == pytest.approx(1.0, abs=0.02)
+    assert "the client was capped, never more than 5 in flight" in causes_of(attributed, run, planned.observed())[0]
 
 
 def test_shorter_answers_are_named_with_both_means() -> None:
     planned = setup()
     short = replace(planned.workload, num_output_tokens=np.maximum(planned.workload.num_output_tokens // 2, 1))
     run = as_live(setup(short).observed())
-    attribution = attribute(planned, all_ingredients(planned, run, planned), [run])
-    assert shares(attribution, "mean_e2el_ms")["lengths"] == pytest.approx(1.0)
-    cause = causes_of(attribution, run, run)[0]
+    attributed = attribute(planned, all_ingredients(planned, run, planned), [run])
+    assert shares(attributed.attribution, "mean_e2el_ms")["lengths"] == pytest.approx(1.0)
+    cause = causes_of(attributed, run, run)[0]
     assert f"{short.num_output_tokens.mean():.2f} tokens on average" in cause
 
 
@@ -284,19 +294,96 @@ def test_slower_steps_are_named_from_a_recording(tmp_path: Path) -> None:
     planned, served = setup(), setup(cost=AdjustedCost(COST, factor=1.2))
     run = as_live(served.observed())
     recording = write_recording(tmp_path / "steps.jsonl", served)
-    attribution = attribute(planned, recording_of(planned, recording), [run], infers_step_times=False)
-    assert shares(attribution, "mean_tpot_ms")["step times"] == pytest.approx(1.0, abs=0.05)
-    assert "(1.2 times as long" in causes_of(attribution, run, planned.observed())[0]
+    attributed = attribute(planned, recording_of(planned, recording), [run], infers_step_times=False)
+    assert shares(attributed.attribution, "mean_tpot_ms")["step times"] == pytest.approx(1.0, abs=0.05)
+    assert "(1.2 times as long" in causes_of(attributed, run, planned.observed())[0]
 
 
 def test_slower_steps_are_inferred_without_a_recording() -> None:
     planned = setup()
     run = as_live(setup(cost=AdjustedCost(COST, factor=1.2)).observed())
-    attribution = attribute(planned, [], [run])
-    (effect,) = attribution.effects
+    attributed = attribute(planned, [], [run])
+    (effect,) = attributed.attribution.effects
     assert effect.is_inferred
     assert "1.2 times as long" in effect.swap
-    assert shares(attribution, "mean_e2el_ms")["step times (inferred)"] == pytest.approx(1.0, abs=0.01)
+    assert shares(attributed.attribution, "mean_e2el_ms")["step times (inferred)"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_longer_answers_than_were_asked_for_are_a_cause() -> None:
+    planned = setup()
+    more = planned.workload.num_output_tokens + 7
+    run = as_live(setup(replace(planned.workload, num_output_tokens=more, max_tokens=more)).observed())
+    attributed = attribute(planned, all_ingredients(planned, run, planned), [run])
+    assert shares(attributed.attribution, "mean_e2el_ms")["lengths"] == pytest.approx(1.0)
+    assert f"Answers had {more.mean():.2f} tokens on average" in causes_of(attributed, run, run)[0]
+
+
+def test_an_inferred_cause_that_explains_most_goes_first() -> None:
+    planned = setup()
+    config = replace(CONFIG, max_num_seqs=15)
+    run = as_live(setup(config=config, cost=AdjustedCost(COST, factor=1.5)).observed())
+    causes = causes_of(attribute(planned, engine_of(CONFIG, config), [run]), run, planned.observed())
+    assert causes[0].startswith("Steps that take 1.5")
+
+
+def test_slow_steps_are_not_taken_for_a_slow_way() -> None:
+    planned = setup()
+    run = as_live(setup(cost=AdjustedCost(COST, factor=1.5)).observed())
+    causes = causes_of(attribute(planned, [], [run]), run, planned.observed())
+    assert not any("First tokens" in cause for cause in causes)
+
+
+def test_a_way_beside_slow_steps_is_its_own_part_only() -> None:
+    planned = setup()
+    run = as_live(setup(cost=AdjustedCost(COST, factor=1.5)).observed(), extra_ns=40_000_000)
+    causes = causes_of(attribute(planned, [], [run]), run, planned.observed())
+    (way,) = [cause for cause in causes if "First tokens" in cause]
+    found = re.match(r"First tokens came ([0-9.]+) ms later in the median request than simulated with everything", way)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(40, rel=0.06)
+    assert "HTTP" in way
+
+
+def test_first_tokens_that_are_late_by_very_different_times_are_named_too() -> None:
+    run = live()
+    extra_ns = np.where(np.arange(80) % 2 == 0, 10_000_000, 200_000_000)
+    late = replace(run, requests=replace(run.requests, ttft_ns=run.requests.ttft_ns + extra_ns))
+    told = causes_of(attribute(setup(), [], [late], infers_step_times=False), late, predicted())
+    (way,) = [cause for cause in told if "First tokens" in cause]
+    assert "not by about the same in all" in way
+
+
+def test_rows_that_arrivals_reorder_are_compared_with_themselves() -> None:
+    """Every second request is held back by longer than the gap to its neighbour."""
+    planned = setup()
+    arrival_ns = planned.workload.arrival_ns + np.where(np.arange(80) % 2 == 0, 120_000_000, 0)
+    order = np.argsort(arrival_ns, kind="stable")
+    load = planned.workload
+    columns = {name: getattr(load, name)[order] for name in ("num_prompt_tokens", "num_output_tokens", "max_tokens")}
+    served = setup(replace(load, arrival_ns=arrival_ns[order], **columns))
+    run = as_live(with_requests(served.observed(), np.argsort(order)))
+    as_measured = attribute(planned, all_ingredients(planned, run, planned), [run]).as_measured
+    assert as_measured.requests.ttft_ns.tolist() == run.requests.ttft_ns.tolist()
+
+
+def test_steps_that_take_as_long_as_priced_are_no_cause(tmp_path: Path) -> None:
+    planned = setup()
+    run = as_live(setup(config=replace(CONFIG, num_gpu_blocks=61)).observed())
+    recording = write_recording(tmp_path / "steps.jsonl", planned)
+    attributed = attribute(planned, recording_of(planned, recording), [run], infers_step_times=False)
+    assert [effect.swap for effect in attributed.attribution.effects] == [""]
+    assert not any("step" in cause for cause in causes_of(attributed, run, planned.observed()))
+
+
+def test_two_large_opposite_effects_are_told_as_such() -> None:
+    headline = Headline("mean_ttft_ms", "mean TTFT", "ms", 100.0, 98.0, 100.0)
+    pool = Effect("KV pool", "the pool was larger", {"mean_ttft_ms": -50.0}, {"mean_ttft_ms": -50.0})
+    steps = Effect("step times", "steps were slower", {"mean_ttft_ms": 52.0}, {"mean_ttft_ms": 52.0})
+    causes = causes_of(Attributed(Attribution((headline,), (pool, steps)), predicted()), live(), predicted())
+    assert causes == [
+        "The error in mean TTFT is the small rest of two large opposite effects: KV pool (-50.0 points) and step times "
+        "(+52.0 points)."
+    ]
 
 
 def test_two_causes_share_the_error_whatever_their_order() -> None:
@@ -304,23 +391,23 @@ def test_two_causes_share_the_error_whatever_their_order() -> None:
     config = replace(CONFIG, num_gpu_blocks=81, max_num_seqs=12)
     run = as_live(setup(config=config).observed())
     ingredients = engine_of(CONFIG, config)
-    one = attribute(planned, ingredients, [run])
-    other = attribute(planned, ingredients[::-1], [run])
+    one = attribute(planned, ingredients, [run]).attribution
+    other = attribute(planned, ingredients[::-1], [run]).attribution
     assert shares(one, "mean_ttft_ms") == pytest.approx(shares(other, "mean_ttft_ms"))
     assert all(each.measured == pytest.approx(each.live) for each in one.headlines)
 
 
 def test_an_exact_prediction_has_nothing_to_explain() -> None:
-    attribution = attribute(setup(), [], [live()])
-    assert attribution.effects == ()
-    assert not any(each.is_wrong for each in attribution.headlines)
-    assert causes_of(attribution, live(), predicted()) == []
+    attributed = attribute(setup(), [], [live()])
+    assert attributed.attribution.effects == ()
+    assert not any(each.is_wrong for each in attributed.attribution.headlines)
+    assert causes_of(attributed, live(), predicted()) == []
 
 
 def test_a_way_that_delays_every_first_token_alike_is_told_apart_from_queueing() -> None:
     run = live(extra_ns=12_000_000)
     told = causes_of(attribute(setup(), [], [run]), run, predicted())
-    assert any("First tokens came 12 ms later than simulated in the median request" in cause for cause in told)
+    assert any("First tokens came 12 ms later in the median request than simulated" in cause for cause in told)
 
 
 def test_first_tokens_that_wait_in_a_queue_are_not_put_down_to_the_way() -> None:
@@ -342,7 +429,7 @@ def test_a_warm_prefix_cache_is_told_with_both_shares() -> None:
 def test_the_attribution_is_the_same_each_time() -> None:
     config = replace(CONFIG, num_gpu_blocks=61)
     run = as_live(setup(config=config).observed())
-    each = [attribute(setup(), engine_of(CONFIG, config), [run]).to_dict() for _ in range(2)]
+    each = [attribute(setup(), engine_of(CONFIG, config), [run]).attribution.to_dict() for _ in range(2)]
     assert each[0] == each[1]
 
 

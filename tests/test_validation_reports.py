@@ -107,6 +107,39 @@ def test_the_text_has_a_row_for_every_number_and_its_cause() -> None:
         assert sentence in told
 
 
+def opposing() -> Attribution:
+    headline = Headline("mean_ttft_ms", "mean TTFT", "ms", 100.0, 98.0, 100.0)
+    pool = Effect("KV pool", "it was larger", {"mean_ttft_ms": -50.0}, {"mean_ttft_ms": -50.0})
+    steps = Effect("step times", "they were slower", {"mean_ttft_ms": 51.0}, {"mean_ttft_ms": 51.0})
+    return Attribution((headline,), (pool, steps))
+
+
+def test_large_effects_that_cancel_each_other_are_told_in_points_of_the_metric(tmp_path: Path) -> None:
+    made = agreement(TTFT, attribution=opposing())
+    write_html(tmp_path / "page.html", made, CONTEXT)
+    for text in (render_text(made, CONTEXT), (tmp_path / "page.html").read_text("utf-8")):
+        assert all(words in text for words in ("-50.0 points", "+51.0 points", "-1.0 points", "Points: by how much"))
+        assert "2500" not in text.partition("<script")[0].replace(",", "")
+    assert "attribution" not in [each.name for each in validation_figures(made)]
+
+
+def test_a_second_cause_is_told_at_once_if_none_explains_most_alone() -> None:
+    alone, half = attributed(), attributed()
+    small = replace(
+        half.effects[0], first={"mean_ttft_ms": 4.0, "preemptions": 0.0}, last={"mean_ttft_ms": 4.0, "preemptions": 0.0}
+    )
+    half = replace(half, effects=(small,))
+    causes = ("First.", "Second.", "Third.")
+    told = [answer(agreement(TTFT, attribution=each, causes=causes)).sentences for each in (alone, half)]
+    assert [len(set(causes) & set(sentences)) for sentences in told] == [1, 2]
+
+
+def test_requests_that_failed_are_told_beside_the_first_cause() -> None:
+    causes = ("10 of 20 requests failed.", "Steps are slower.", "Third.")
+    sentences = answer(agreement(TTFT, num_failed=10, attribution=attributed(), causes=causes)).sentences
+    assert sentences[-2:] == causes[:2]
+
+
 def test_columns_that_say_nothing_are_left_out() -> None:
     told = render_text(agreement(OUTPUT), CONTEXT)
     assert not any(head in told for head in ("95 % interval", "Live spread", "Verdict"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from windtunnel.calibrate.attribution import (
     recording_of,
     steps_of,
 )
+from windtunnel.calibrate.live.client import LATE_NOTE, late_note
 from windtunnel.calibrate.live.observed import UNKNOWN, ObservedRun, ServerFacts
 from windtunnel.calibrate.live.observed_metrics import observed_from_records, observed_metrics
 from windtunnel.calibrate.validation import Limit, errors_of, overlays_of, parse_limits, with_limits
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from windtunnel.sim.engine.config import SchedulerConfig
 
 RESULT_FILE = "validation.json"
+_LIVE_FILE = re.compile(r"live-[0-9]+\.jsonl")
 
 
 def validate(
@@ -122,7 +125,7 @@ def _compared(source: Source, measured: Measured) -> Validation:
     if asked.attributes:
         planned = Setup(resolved.workload, resolved.system)
         ingredients, unmeasured = _ingredients(planned, measured, asked)
-        attribution = attribute(
+        attributed = attribute(
             planned,
             ingredients,
             measured.live,
@@ -130,8 +133,10 @@ def _compared(source: Source, measured: Measured) -> Validation:
             infers_step_times=measured.steps is None and asked.recording is None,
             tell=lambda text: source.tell(f"attribution: {text}"),
         )
-        causes = causes_of(attribution, measured.live[0], predicted)
-    failed = sum(int((~live.requests.is_finished).sum()) for live in measured.live)
+        attribution = attributed.attribution
+        causes = causes_of(attributed, measured.live[0], predicted)
+    whole = measured.whole or measured.live
+    failed = sum(int((~live.requests.is_finished).sum()) for live in whole)
     agreement = Agreement(
         errors,
         overlays_of(measured.live, predicted),
@@ -139,10 +144,29 @@ def _compared(source: Source, measured: Measured) -> Validation:
         len(resolved.workload),
         failed,
         attribution,
-        (*causes, *measured.findings, *_findings_of(measured.live[0], predicted, measured.served, causes)),
+        (
+            *measured.failures,
+            *causes,
+            *measured.findings,
+            *_findings_of(measured.live[0], predicted, measured.served, causes),
+        ),
     )
-    notes = [*measured.assumptions, *(note for live in measured.live for note in live.notes)]
-    return Validation(measured.live, run, agreement, tuple(dict.fromkeys(notes)))
+    notes = [*measured.assumptions, *_notes_of(whole)]
+    return Validation(whole, run, agreement, tuple(dict.fromkeys(notes)))
+
+
+def _notes_of(live: Sequence[ObservedRun]) -> Iterator[str]:
+    """Those of all runs; that the client sent late is told of the worst run only."""
+    late = [run.send_report for run in live if run.send_report is not None and _notes_lateness(run)]
+    if late:
+        said = late_note(max(late, key=lambda report: report.late_p99_s))
+        yield said if len(live) == 1 else f"In {len(late)} of {len(live)} live runs, here the worst: {said}"
+    for run in live:
+        yield from (note for note in run.notes if not note.startswith(LATE_NOTE))
+
+
+def _notes_lateness(run: ObservedRun) -> bool:
+    return any(note.startswith(LATE_NOTE) for note in run.notes)
 
 
 def _ingredients(planned: Setup, measured: Measured, asked: Asked) -> tuple[list[Ingredient], list[str]]:
@@ -152,7 +176,12 @@ def _ingredients(planned: Setup, measured: Measured, asked: Asked) -> tuple[list
     unmeasured = []
     is_served_over_a_wire = asked.executor is None
     if is_served_over_a_wire:
-        found += [each for each in (lengths_of(planned.workload, live), arrivals_of(planned.workload, live)) if each]
+        lengths = lengths_of(planned.workload, live)
+        why_not = None if lengths is None else _why_not_simulated(lengths.measured(planned))
+        if why_not is not None:
+            unmeasured.append(f"Lengths: those that the server counted cannot be simulated: {why_not}.")
+            lengths = None
+        found += [each for each in (lengths, arrivals_of(planned.workload, live)) if each]
         if not len(live.requests) or bool((live.requests.send_ns == UNKNOWN).any()):
             unmeasured.append("Arrivals: the live run does not say when each request was sent.")
     if measured.served is not None:
@@ -166,6 +195,17 @@ def _ingredients(planned: Setup, measured: Measured, asked: Asked) -> tuple[list
             "Step times, the host's time between steps and scheduling decisions: no recording was given (--recording)."
         )
     return found, unmeasured
+
+
+def _why_not_simulated(setup: Setup) -> str | None:
+    """A server that counts wrongly may say more tokens than any of its requests can have."""
+    from windtunnel.sim.simulate import RequestTooLarge, check_fits
+
+    try:
+        check_fits(setup.workload, setup.system.config)
+    except RequestTooLarge as error:
+        return str(error).rstrip(".")
+    return None
 
 
 def _recording(planned: Setup, path: Path) -> list[Ingredient]:
@@ -207,7 +247,7 @@ class Validation:
         self, live: tuple[ObservedRun, ...], run: Run, agreement: Agreement, assumptions: tuple[str, ...]
     ) -> None:
         self.live = live
-        """As measured."""
+        """As measured, requests that failed included."""
         self.run = run
         """As simulated."""
         self.agreement = agreement
@@ -263,6 +303,8 @@ class Validation:
     def save(self, folder: str | Path, *, force: bool = False) -> None:
         """Write the live runs (``live-1.jsonl`` …), the simulated one (``simulated``) and ``validation.json``.
 
+        Live runs of an earlier validation in that folder are removed.
+
         Raises OutputError for a folder that holds other things (unless ``force``), or cannot be written.
         """
         from windtunnel.calibrate.live.observed_file import save_observed
@@ -270,6 +312,9 @@ class Validation:
         folder = Path(folder)
         check_folder(folder, force=force)
         with writing(folder / RESULT_FILE):
+            for earlier in folder.glob("live-*.jsonl"):
+                if _LIVE_FILE.fullmatch(earlier.name):
+                    earlier.unlink()
             for number, run in enumerate(self.live, 1):
                 save_observed(run, folder / f"live-{number}.jsonl")
             self.run.save(folder / "simulated", force=force)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,15 +16,17 @@ import numpy as np
 from windtunnel.calibrate.attribution import (
     engine_of,
 )
-from windtunnel.calibrate.live.client import ClientConfig, new_cache_salt, run_live
+from windtunnel.calibrate.live.client import ClientConfig, Progress, new_cache_salt, run_live
 from windtunnel.calibrate.live.observed import ObservedRun, ServerFacts
 from windtunnel.calibrate.live.observed_metrics import observed_from_records, observed_metrics
 from windtunnel.calibrate.validation import Limit, with_requests
 from windtunnel.sim import rng
 from windtunnel.sim.metrics.words import count, plural
+from windtunnel.sim.records import IntArray
 from windtunnel.sim.workload import Workload, workload
 
 if TYPE_CHECKING:
+    from windtunnel.calibrate.live.http import HttpClient
     from windtunnel.calibrate.step_tables import StepTable
     from windtunnel.scenarios.load import Override
     from windtunnel.scenarios.resolve import Resolved
@@ -140,6 +144,10 @@ class Measured:
     steps: StepTable | None = None
     """Of the live run."""
     findings: tuple[str, ...] = ()
+    whole: tuple[ObservedRun, ...] = ()
+    """The live runs with the requests that failed, which are not in ``live``; empty if none did."""
+    failures: tuple[str, ...] = ()
+    """What became of these, in sentences."""
 
 
 def measure(source: Source) -> Measured:
@@ -246,15 +254,11 @@ def _shown(value: int | bool) -> str:
 
 
 def _measure_endpoint(source: Source) -> Measured:
-    from windtunnel.calibrate.live.client import ServerUnreachable
-
     asked, url = source.asked, source.asked.endpoint
     assert url is not None, "this is the way in of an endpoint"
     source.tell(f"asking {url} what it serves")
     client = _client_config(url, asked.client)
-    facts, is_ours = asyncio.run(_introduced(client))
-    if facts.model is None and client.model is None:
-        raise ServerUnreachable(f"{url} does not say which model it serves: check that the server runs there")
+    facts, is_ours = _ask(client)
     notes: list[str] = []
     known = server_settings(facts, "the server")
     if is_ours:
@@ -267,14 +271,102 @@ def _measure_endpoint(source: Source) -> Measured:
         source.tell(f"live run {number + 1} of {asked.repeats}: {plural(len(load), 'request')}")
         salt: dict[str, Any] = {} if "cache_salt" in asked.client else {"cache_salt": _salt(client)}
         config = replace(client, seed=plans.predicted.seed, model=client.model or facts.model, **salt)
-        live.append(run_live(load, config))
+        live.append(run_live(load, config, on_progress=_Told(source.tell)))
         if live[-1].was_interrupted:
-            break
-    for run in live:
-        if not run.requests.is_finished.any():
-            why = next((error for error in run.requests.errors if error), "no reason was given")
-            raise ValidationError(f"not one of {plural(len(load), 'request')} was answered by {url}: {why}")
-    return Measured(tuple(live), plans.predicted, plans.served.config, notes)
+            raise KeyboardInterrupt
+        _check_answered(live[-1], url)
+    return _finished_only(Measured(tuple(live), plans.predicted, plans.served.config, notes))
+
+
+class _Told:
+    """Says every few seconds how far a live run is."""
+
+    every_s = 10.0
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._last_s = monotonic()
+
+    def __call__(self, progress: Progress) -> None:
+        if monotonic() - self._last_s < self.every_s:
+            return
+        self._last_s = monotonic()
+        if not progress.elapsed_s:
+            self._tell("waiting for the answers to warm-up requests")
+            return
+        failed = f", {progress.num_failed:,} failed" if progress.num_failed else ""
+        self._tell(
+            f"{progress.elapsed_s:.0f} s: {progress.num_finished:,} of {plural(progress.num_requests, 'request')} "
+            f"finished{failed}, {progress.num_in_flight:,} in flight"
+        )
+
+
+def _check_answered(run: ObservedRun, url: str) -> None:
+    from windtunnel.calibrate.live.client import ServerUnreachable
+
+    if not run.requests.is_finished.any():
+        why = next((error for error in run.requests.errors if error), "no reason was given")
+        raise ServerUnreachable(f"not one of {plural(len(run.requests), 'request')} was answered by {url}: {why}")
+
+
+def _finished_only(measured: Measured) -> Measured:
+    """Requests that failed in any run are left out of all of them and of the prediction."""
+    done = np.logical_and.reduce([run.requests.is_finished for run in measured.live])
+    if done.all():
+        return measured
+    if not done.any():
+        raise ValidationError(
+            "no request was answered in every live run, so that there is nothing to compare: lower the load, or leave "
+            "repeats out"
+        )
+    load, rows = _with_rows(measured.resolved.workload, np.flatnonzero(done), measured.live[0].requests.due_ns)
+    return replace(
+        measured,
+        live=tuple(with_requests(run, rows) for run in measured.live),
+        resolved=replace(measured.resolved, workload=load),
+        whole=measured.live,
+        failures=tuple(_failures(measured.live, len(rows))),
+    )
+
+
+def _failures(live: Sequence[ObservedRun], num_kept: int) -> Iterator[str]:
+    failed = [run.requests.errors[row] for run in live for row in np.flatnonzero(~run.requests.is_finished).tolist()]
+    number = sum(len(run.requests) for run in live)
+    most, times = Counter(error or "no reason was given" for error in failed).most_common(1)[0]
+    told = most if times == len(failed) else f"{times:,} with {most}"
+    yield (
+        f"{len(failed):,} of {plural(number, 'request')} failed ({told}). They are left out of the live runs and of "
+        f"the simulation, which compare {plural(num_kept, 'request')}; what load they were on the server is not "
+        "simulated."
+    )
+
+
+def _with_rows(load: Workload, rows: IntArray, due_ns: IntArray) -> tuple[Workload, IntArray]:
+    """Those requests alone, and their rows in the order of the new workload.
+
+    One that followed a request that is left out comes when it was due in the live run.
+    """
+    follows = load.previous[rows] >= 0
+    is_orphan = follows & ~np.isin(load.previous[rows], rows)
+    if is_orphan.any():
+        order = np.argsort(np.where(follows, due_ns[rows], load.arrival_ns[rows]), kind="stable")
+        rows, is_orphan = rows[order], is_orphan[order]
+    number = np.full(len(load) + 1, -1, np.int64)
+    number[rows] = np.arange(len(rows))
+    picked = rows.tolist()
+    kept = replace(
+        load,
+        arrival_ns=np.where(is_orphan, due_ns[rows], load.arrival_ns[rows]),
+        num_prompt_tokens=load.num_prompt_tokens[rows],
+        num_output_tokens=load.num_output_tokens[rows],
+        max_tokens=load.max_tokens[rows],
+        priority=load.priority[rows],
+        previous=np.where(is_orphan, -1, number[load.previous[rows]]),
+        think_ns=np.where(is_orphan, 0, load.think_ns[rows]),
+        content=None if load.content is None else tuple(load.content[row] for row in picked),
+        labels=None if load.labels is None else tuple(load.labels[row] for row in picked),
+    )
+    return kept, rows
 
 
 def _client_config(url: str, fields_of_it: Mapping[str, Any]) -> ClientConfig:
@@ -301,7 +393,24 @@ def _check_lengths(load: Workload, facts: ServerFacts) -> None:
         )
 
 
-async def _introduced(client: ClientConfig) -> tuple[ServerFacts, bool]:
+def _ask(client: ClientConfig) -> tuple[ServerFacts, bool]:
+    """Raises ServerUnreachable if the server takes the connection and never answers, or names no model."""
+    from windtunnel.calibrate.live.client import ServerUnreachable
+
+    limit_s = min(client.connect_timeout_s, client.max_seconds or client.connect_timeout_s)
+    try:
+        facts, is_ours = asyncio.run(_introduced(client, limit_s))
+    except TimeoutError:
+        raise ServerUnreachable(
+            f"{client.url} does not answer: its model and metrics were not told within {limit_s:g} s: check that the "
+            "server is ready"
+        ) from None
+    if facts.model is None and client.model is None:
+        raise ServerUnreachable(f"{client.url} does not say which model it serves: check that the server runs there")
+    return facts, is_ours
+
+
+async def _introduced(client: ClientConfig, limit_s: float) -> tuple[ServerFacts, bool]:
     """What the server says, and whether it is one of ours."""
     from windtunnel.calibrate.live.http import HttpClient, parse_address
     from windtunnel.calibrate.live.metrics import read_server
@@ -311,14 +420,19 @@ async def _introduced(client: ClientConfig) -> tuple[ServerFacts, bool]:
         headers["Authorization"] = f"Bearer {client.api_key}"
     http = HttpClient(parse_address(client.url), headers, client.connect_timeout_s)
     try:
-        introduction = await read_server(http, client.model, timeout_s=client.connect_timeout_s)
-        try:
-            status, _, _ = await http.get("/windtunnel/executor", timeout_s=client.connect_timeout_s)
-        except (OSError, ValueError):
-            status = 0
-        return introduction.facts, status == 200
+        async with asyncio.timeout(limit_s):
+            introduction = await read_server(http, client.model, timeout_s=2 * limit_s)
+            return introduction.facts, await _is_ours(http, 2 * limit_s)
     finally:
         http.close()
+
+
+async def _is_ours(http: HttpClient, timeout_s: float) -> bool:
+    try:
+        status, _, _ = await http.get("/windtunnel/executor", timeout_s=timeout_s)
+    except (OSError, ValueError):
+        return False
+    return status == 200
 
 
 # --- a result that exists

@@ -50,6 +50,9 @@ _MOST_BODY_BYTES = 1 << 28
 _OTHER_FILES = 64
 """Files and connections that the process has open besides those of requests."""
 
+LATE_NOTE = "The client sent late:"
+"""How the note of ``late_note`` begins."""
+
 PromptKind = Literal["token_ids", "text"]
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
 
@@ -80,7 +83,7 @@ class ClientConfig:
     num_warmup_requests: int = 2
     """Sent one after the other before the run, in the workload's median lengths; not measured."""
     max_seconds: float | None = None
-    """The run is cut off after that long; None waits for the last answer."""
+    """The run is cut off after that long, and its warm-up before it; None waits for the last answer."""
     max_in_flight: int = 4096
     """A request that is due while so many are in flight is not sent and counts as failed."""
     connect_timeout_s: float = 10.0
@@ -102,6 +105,11 @@ class ClientConfig:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.max_seconds is not None and self.max_seconds <= 0:
             raise ValueError(f"max_seconds must be above 0 or None, got {self.max_seconds}")
+
+    @property
+    def look_timeout_s(self) -> float:
+        """How long an answer about the server itself, such as its metrics, is waited for."""
+        return self.connect_timeout_s if self.max_seconds is None else min(self.connect_timeout_s, self.max_seconds)
 
 
 class Progress(NamedTuple):
@@ -140,7 +148,7 @@ async def drive(load: Workload, config: ClientConfig, *, on_progress: OnProgress
         headers["Authorization"] = f"Bearer {config.api_key}"
     http = HttpClient(parse_address(config.url), headers, config.connect_timeout_s)
     try:
-        introduction = await read_server(http, config.model, timeout_s=config.connect_timeout_s)
+        introduction = await read_server(http, config.model, timeout_s=config.look_timeout_s)
         model = config.model or introduction.facts.model
         if model is None:
             why = "; ".join(introduction.notes) or "its list is empty"
@@ -271,7 +279,7 @@ class _Run:
         self.notes.extend(notes)
         self._make_bodies()
         was_interrupted = False
-        side: list[asyncio.Task[None]] = []
+        side = [] if on_progress is None else [asyncio.create_task(self._keep_telling(on_progress))]
         before: Scrape | None = None
         try:
             await self._warm_up()
@@ -279,7 +287,7 @@ class _Run:
             await self._open_connections()
             with _little_garbage_collection():
                 self.start_ns = now_ns() + _HEAD_START_NS
-                side = self._side_tasks(on_progress)
+                side += self._side_tasks()
                 await self._send_all()
         except asyncio.CancelledError:
             was_interrupted = True
@@ -496,12 +504,10 @@ class _Run:
             if not self._is_refilling:
                 await self._refill()
 
-    def _side_tasks(self, on_progress: OnProgress | None) -> list[asyncio.Task[None]]:
+    def _side_tasks(self) -> list[asyncio.Task[None]]:
         works = [self._watch_lag(), self._keep_connected()]
         if self.config.scrape_interval_s:
             works.append(self._keep_looking())
-        if on_progress is not None:
-            works.append(self._keep_telling(on_progress))
         return [asyncio.create_task(work) for work in works]
 
     async def _watch_lag(self) -> None:
@@ -515,7 +521,7 @@ class _Run:
         next_ns = self.start_ns
         while True:
             with suppress(OSError):
-                self._scrapes.append(await scrape(self.http))
+                self._scrapes.append(await scrape(self.http, timeout_s=self.config.look_timeout_s))
             next_ns = max(next_ns + interval_ns, now_ns())
             await asyncio.sleep((next_ns - now_ns()) / NS_PER_S)
 
@@ -528,7 +534,7 @@ class _Run:
         if not self.config.scrape_interval_s:
             return None
         try:
-            return await scrape(self.http)
+            return await scrape(self.http, timeout_s=self.config.look_timeout_s)
         except OSError as error:
             self.notes.append(f"No metrics of the server: {error}")
             return None
@@ -638,11 +644,7 @@ class _Run:
             num_connections=self.http.num_connections,
         )
         if report.late_p99_s > self.config.late_limit_s:
-            self.notes.append(
-                f"The client sent late: 99 % within {report.late_p99_s * 1e3:.1f} ms, at most "
-                f"{report.late_max_s * 1e3:.1f} ms. Its machine is too busy for this load; latencies and arrivals are "
-                "not to be trusted below that. Run it on another machine, or with less beside it."
-            )
+            self.notes.append(late_note(report))
         return report
 
     def _note_lengths(self, requests: ObservedRequests) -> None:
@@ -712,6 +714,15 @@ def max_open_files() -> int | None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def late_note(report: SendReport) -> str:
+    """What to make of a client that did not keep its times."""
+    return (
+        f"{LATE_NOTE} 99 % within {report.late_p99_s * 1e3:.1f} ms, at most {report.late_max_s * 1e3:.1f} ms. Its "
+        "machine is too busy for this load; latencies and arrivals are not to be trusted below that. Run it on "
+        "another machine, or with less beside it."
+    )
 
 
 def new_cache_salt() -> str:

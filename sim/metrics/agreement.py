@@ -29,6 +29,8 @@ METRICS = tuple(_NAMES)
 """What is compared, in the order of reports."""
 NEGLIGIBLE = 0.005
 """Relative errors up to here are none to be explained."""
+OPPOSING = 3.0
+"""Effects of so many times the error cancel each other: shares of the error that is left then say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,11 @@ class Attribution:
             return None
         shares = [self.explained(effect, headline) for effect in self.effects]
         return 1.0 - sum(share for share in shares if share is not None)
+
+    def has_opposing_effects(self, headline: Headline) -> bool:
+        """Whether an effect is so much larger than the error that others must have cancelled it."""
+        shares = [self.explained(effect, headline) for effect in self.effects]
+        return any(abs(share or 0.0) > OPPOSING for share in shares)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""

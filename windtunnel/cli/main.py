@@ -6,7 +6,7 @@ code  meaning
 0     all went well
 1     internal error: a bug in windtunnel, please report it (WINDTUNNEL_DEBUG=1 shows the traceback)
 2     usage or configuration: an unknown flag or key, a value out of range, an output that cannot be written
-3     unreadable input: a file that is missing, empty or malformed
+3     unreadable input: a file that is missing, empty or malformed, or a server that does not answer
 4     infeasible deployment: the model does not fit the GPU, or a request does not fit the KV cache
 5     windtunnel diff: the two decided differently
 99    the run finished, and an objective of --slo or a limit of --max-error was missed

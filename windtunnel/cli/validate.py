@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -177,7 +177,7 @@ def validate(
                           --output-len 32 --max-error 'e2el:mean<5%'
     """
     asked = _asked(ctx.params)
-    _check_outputs(output, html, force=force)
+    _check_outputs(output, html, force=force, inputs=_read(ctx.params))
     validation = _carried_out(ctx, scenario, asked, quiet=quiet)
     if output is not None:
         validation.save(output, force=force)
@@ -232,15 +232,21 @@ def _limits(texts: Any) -> Any:
         raise typer.BadParameter(str(error), param_hint="--max-error") from None
 
 
-def _check_outputs(output: Path | None, html: Path | None, *, force: bool) -> None:
-    """Find out that something cannot be written before the live run, not after it."""
+def _read(given: dict[str, Any]) -> list[object]:
+    """Whatever may be a file to read."""
+    own = {name: value for name, value in given.items() if name not in ("output", "html")}
+    return [item for value in own.values() for item in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _check_outputs(output: Path | None, html: Path | None, *, force: bool, inputs: Iterable[object]) -> None:
+    """Find out that something cannot be written, or is one of the inputs, before the live run, not after it."""
     from windtunnel.rundir import check_can_write_file
     from windtunnel.validation import check_folder
 
     if output is not None:
         check_folder(output, force=force)
     if html is not None:
-        check_can_write_file(html)
+        check_can_write_file(html, inputs=inputs)
 
 
 def _carried_out(ctx: typer.Context, scenario: str | None, asked: Asked, *, quiet: bool) -> Validation:
