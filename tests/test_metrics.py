@@ -591,8 +591,10 @@ def test_the_azure_conversations_four_times_as_fast_are_overloaded_at_their_peak
 
     def verdict_of(**part: str) -> str:
         trace = shared / "traces" / "AzureLLMInferenceTrace_conv.csv"
-        stability = simulate(trace=str(trace), model="llama-3.1-8b", gpu="h100", rate_scale=4, **part).statistics
-        return stability.stability.verdict.value
+        run = simulate(
+            trace=str(trace), model="llama-3.1-8b", gpu="h100", rate_scale=4, cost={"kind": "roofline"}, **part
+        )
+        return run.statistics.stability.verdict.value
 
     assert verdict_of() == "backlogged"
     assert verdict_of(duration="20m") == "overloaded"  # only the way up to the peak

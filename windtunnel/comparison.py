@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -117,6 +118,9 @@ def execute_plan(plan: ComparisonPlan, *, jobs: int = 1, tell: RunDone | None = 
     return _comparison(plan, results)
 
 
+_GRACE_S = 0.5
+
+
 class ProcessDied(RuntimeError):
     """One of the processes that share the work is gone."""
 
@@ -149,6 +153,7 @@ def _results(runs: Sequence[PlannedRun], jobs: int) -> Iterator[_Result]:
             for future in futures:
                 yield future.result()
         except BrokenProcessPool:
+            time.sleep(_GRACE_S)  # Ctrl-C ends the processes too, and may reach this one last
             raise ProcessDied(
                 "a process died in the middle of a run: it was killed, or memory ran out; give fewer jobs (--jobs 1)"
             ) from None
