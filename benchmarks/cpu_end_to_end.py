@@ -445,6 +445,7 @@ def main() -> int:
     if given.profile:
         save_profile(outcome.cost, given.profile)
     if given.output:
+        given.output.mkdir(parents=True, exist_ok=True)
         written = json.dumps(as_plain(outcome), indent=1) + "\n"
         (given.output / "cpu_end_to_end.json").write_text(written, encoding="utf-8")
         (given.output / "cpu_end_to_end.md").write_text(report(outcome), encoding="utf-8")
