@@ -300,7 +300,7 @@ class _Teller:
 
 
 def _plan_text(plan: ComparisonPlan, *, as_json: bool) -> str:
-    from windtunnel.cli.plan import table
+    from windtunnel.cli.dry_run import table
     from windtunnel.reports.values import plain
     from windtunnel.rundir import to_json
 

@@ -108,7 +108,7 @@ def schema(
 def _list(rows: list[dict[str, Any]], as_json: bool) -> None:
     import json
 
-    from windtunnel.cli.plan import show, table
+    from windtunnel.cli.dry_run import show, table
 
     if as_json:
         emit(json.dumps(rows, indent=2, ensure_ascii=False))

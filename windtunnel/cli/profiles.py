@@ -117,7 +117,7 @@ def list_profiles(
     if not wanted:
         note(f"none of {len(rows):,} profiles is like that" if rows else f"no profile in {directory}")
         return
-    from windtunnel.cli.plan import table
+    from windtunnel.cli.dry_run import table
 
     emit("\n".join(table([_HEAD, *(_cells(row) for row in wanted)])))
 
@@ -322,7 +322,7 @@ def _is_outside(cost: CostModel, shape: StepShape) -> bool:
 
 
 def _origin(profile: NamedProfile, told: Mapping[str, Any]) -> str:
-    from windtunnel.cli.plan import show as shown
+    from windtunnel.cli.dry_run import show as shown
     from windtunnel.sim.cost.statement import statement_of
 
     stated = statement_of(told)
@@ -348,7 +348,7 @@ _UNFOLDED = ("tables", "transferred_from")
 
 
 def _facts(key: str, value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    from windtunnel.cli.plan import show as shown
+    from windtunnel.cli.dry_run import show as shown
 
     yield key, ""
     for name, item in value.items():
@@ -419,7 +419,7 @@ def _ms(time_s: float) -> str:
 
 def _titled(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """An aligned table below a line; nothing where there are no rows."""
-    from windtunnel.cli.plan import table
+    from windtunnel.cli.dry_run import table
 
     if not rows:
         return ""

@@ -413,7 +413,7 @@ def _checked_format(name: str) -> Literal["parquet", "csv"]:
 
 
 def _print_plan(resolved: Resolved, options: Options) -> None:
-    from windtunnel.cli.plan import plan_text
+    from windtunnel.cli.dry_run import plan_text
     from windtunnel.rundir import to_json
 
     emit(to_json(resolved.describe()) if options.as_json else plan_text(resolved, with_notes=not options.quiet))

@@ -50,7 +50,7 @@ def workload(
       windtunnel workload trace.csv
       windtunnel workload trace.jsonl --json
     """
-    from windtunnel.cli.plan import show, table
+    from windtunnel.cli.dry_run import show, table
     from windtunnel.rundir import to_json
     from windtunnel.scenarios.flags import flag_of
     from windtunnel.scenarios.load import Override, load_scenario
