@@ -23,15 +23,15 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.base: pyproject.toml constraints/cpu.txt | $(VENV)/.python
-	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --editable '.[optimize,server]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(PIP_INSTALL) --editable '.[executor,server,test]'
+	$(PIP_INSTALL) --editable '.[executor,server,optimize,test]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.base
-	$(PIP_INSTALL) --editable '.[executor,server,test,lint]'
+	$(PIP_INSTALL) --editable '.[executor,server,optimize,test,lint]'
 	@touch $@
 
 demo: $(VENV)/.base
