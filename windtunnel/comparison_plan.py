@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from windtunnel.sim.metrics.comparison import DERIVED
+from windtunnel.trials.obstacle import Obstacle, resolved_or_obstacle
 
 if TYPE_CHECKING:
     from windtunnel.scenarios.load import Loaded, Override
-    from windtunnel.scenarios.resolve import Resolved
     from windtunnel.scenarios.schema import Scenario
 
 DEFAULT_METRICS = ("output_throughput", "mean_e2el_ms", "p99_ttft_ms", "p99_itl_ms")
@@ -43,19 +43,6 @@ def setting_key(name: str, value: Any) -> str:
     return SHORT_FLAGS.get(name) or KEY_OF_PARAMETER.get(name, name)
 
 
-class Obstacle(NamedTuple):
-    """Why a run is not possible."""
-
-    reason: str
-    is_contradiction: bool
-    """Whether vLLM refuses the settings; otherwise the model or a request does not fit the memory."""
-
-    @property
-    def verdict(self) -> str:
-        """``infeasible`` or ``not possible``."""
-        return "not possible" if self.is_contradiction else "infeasible"
-
-
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
     """One run of a comparison, checked but not begun."""
@@ -79,6 +66,12 @@ class ComparisonPlan:
     metrics: tuple[str, ...]
     baseline: str
     runs: tuple[PlannedRun, ...]
+    seeds: tuple[int, ...] = ()
+    """Of the replications of each run; empty for one run with the seed that the scenario has."""
+
+    def with_seeds(self, planned: PlannedRun) -> list[PlannedRun]:
+        """The run once for each seed."""
+        return [_with_seed(planned, seed) for seed in self.seeds] if self.seeds else [planned]
 
     def value_words(self, place: int) -> str:
         """The axis' value at a place as people write it."""
@@ -108,8 +101,11 @@ def plan_comparison(
     metrics: Iterable[str] = (),
     baseline: str | None = None,
     overrides: Mapping[str, Override] | None = None,
+    reps: int = 1,
 ) -> ComparisonPlan:
     """The runs that ``compare`` would do, each with its settings checked.
+
+    With several replications (``reps``) each run has so many seeds from the scenario's own on, the same in all runs.
 
     Raises ScenarioError if there is nothing to compare, for unknown keys, metrics and names, and as ``load_scenario``.
     """
@@ -140,7 +136,30 @@ def plan_comparison(
     ]
     wanted = _metrics(base.scenario, tuple(metrics) or tuple(asked.metrics))
     first = baseline_of(baseline, tuple(named))
-    return ComparisonPlan(base.scenario, named, axis, chosen, wanted, first, tuple(runs))
+    seeds = _seeds(base, reps, axis, named)
+    return ComparisonPlan(base.scenario, named, axis, chosen, wanted, first, tuple(runs), seeds)
+
+
+MOST_REPLICATIONS = 10_000
+
+
+def _seeds(base: Loaded, reps: int, axis: str | None, named: Mapping[str, Mapping[str, Any]]) -> tuple[int, ...]:
+    """Seeds of the replications; none for one.  Raises ScenarioError where the seed is what is compared."""
+    if not 1 <= reps <= MOST_REPLICATIONS:
+        raise refusal(f"replications must be 1 to {MOST_REPLICATIONS:,}, got {reps:,} (--reps)")
+    if reps == 1:
+        return ()
+    if axis == "seed" or any("seed" in own for own in named.values()):
+        raise refusal("replications vary the seed, and so does the comparison: drop one of them (--reps, or seed)")
+    first = base.scenario.seed or 0
+    return tuple(range(first, first + reps))
+
+
+def _with_seed(planned: PlannedRun, seed: int) -> PlannedRun:
+    loaded = planned.loaded
+    sources = {**loaded.sources, ("seed",): loaded.sources.get(("seed",), "--reps")}
+    scenario = loaded.scenario.model_copy(update={"seed": seed})
+    return replace(planned, loaded=replace(loaded, scenario=scenario, sources=sources))
 
 
 def refusal(message: str) -> Exception:
@@ -259,10 +278,11 @@ def _planned(
 
 
 def _metrics(scenario: Scenario, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    from windtunnel.scenarios.fleet import is_fleet
     from windtunnel.scenarios.resolve import DEFAULT_PERCENTILES
 
     percentiles = scenario.run.percentiles or DEFAULT_PERCENTILES
-    known = summary_keys(tuple(percentiles))
+    known = summary_keys(tuple(percentiles), tenants_of(scenario), is_fleet(scenario))
     if wanted:
         check_metrics(wanted, known, f"; percentiles of the runs: {', '.join(f'{each:g}' for each in percentiles)}")
         return tuple(dict.fromkeys(wanted))
@@ -287,17 +307,26 @@ def check_metrics(wanted: Iterable[str], known: Sequence[str], hint: str = "") -
             raise refusal(f"unknown metric {key!r}: it must be a number of the JSON summary{hint}{suggestion}")
 
 
-def summary_keys(percentiles: tuple[float, ...]) -> list[str]:
+def tenants_of(scenario: Scenario) -> tuple[str, ...]:
+    """Names of the scenario's tenants, as far as it says them itself (a trace may have others)."""
+    drawn = getattr(scenario.workload, "tenants", None) or {}
+    return tuple(dict.fromkeys([*drawn, *scenario.tenants]))
+
+
+def summary_keys(percentiles: tuple[float, ...], tenants: tuple[str, ...] = (), of_fleet: bool = False) -> list[str]:
     """Keys of the numbers that a summary has, found out by making one of a single request, and DERIVED."""
     from windtunnel.sim.cost.constant import ConstantCost
     from windtunnel.sim.engine.config import SchedulerConfig
+    from windtunnel.sim.fleet.fleet import Fleet, Pool
     from windtunnel.sim.metrics import summarize
-    from windtunnel.sim.simulate import run
+    from windtunnel.sim.simulate import serve
+    from windtunnel.sim.system import System
     from windtunnel.sim.workload import workload
 
-    load = workload([0], [1], [1], max_concurrency=1)
+    load = workload([0], [1], [1], max_concurrency=1, tenant=[0] if tenants else None, tenants=tenants)
     config = SchedulerConfig(num_gpu_blocks=8, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64)
-    records = run(load, config, ConstantCost(step_s=0.001))
+    system = System(config, ConstantCost(step_s=0.001))
+    records = serve(load, Fleet((Pool("any", system),)) if of_fleet else system)
     made = summarize(records, load, slo="failed<1", goodput="ttft:500", percentiles=percentiles).to_dict()
     return [*number_keys(made), *DERIVED]
 
@@ -323,39 +352,3 @@ def baseline_of(asked: str | None, names: tuple[str, ...]) -> str:
 def _obstacle(planned: PlannedRun) -> Obstacle | None:
     found = resolved_or_obstacle(planned.loaded)
     return found if isinstance(found, Obstacle) else None
-
-
-def resolved_or_obstacle(loaded: Loaded) -> Resolved | Obstacle:
-    """The run with every setting known, or why it is not possible, where that is a result of the comparison.
-
-    Raises as ``resolve`` for everything else.
-    """
-    from windtunnel.scenarios.errors import ScenarioError
-    from windtunnel.scenarios.resolve import resolve
-    from windtunnel.sim.deployment.memory import InfeasibleDeployment
-    from windtunnel.sim.simulate import RequestTooLarge
-
-    try:
-        return resolve(loaded)
-    except (InfeasibleDeployment, RequestTooLarge) as error:
-        return Obstacle(str(error), is_contradiction=False)
-    except ScenarioError as error:
-        if not _is_refused_by_engine(loaded):
-            raise
-        return Obstacle(str(error), is_contradiction=True)
-
-
-def _is_refused_by_engine(loaded: Loaded) -> bool:
-    """Whether the engine's settings contradict model and GPU, or each other; not if these are not known at all."""
-    from windtunnel.scenarios.engine import make_engine
-    from windtunnel.scenarios.errors import ScenarioError
-    from windtunnel.scenarios.ledger import Ledger
-    from windtunnel.scenarios.resolve import read_hardware
-
-    ledger = Ledger(loaded)
-    hardware = read_hardware(ledger)
-    try:
-        make_engine(ledger, hardware)
-    except ScenarioError:
-        return True
-    return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from typing import Any, Literal, get_args
 
 from windtunnel.scenarios.workloads import azure, bench_serve, burstgpt, mooncake, native, sharegpt
@@ -64,12 +66,13 @@ def read_trace(
         "trace_run": trace_run,
         "all_turns": all_turns,
     }
-    rows = _read(path, kind, on_bad_row, {name: value for name, value in options.items() if value is not None})
-    whole = to_workload(
-        rows,
-        time_unit=None if time_unit == "auto" else time_unit,
-        max_backwards_s=max_backwards_s,
-        on_bad_row=on_bad_row,
+    whole = _whole(
+        path,
+        kind,
+        on_bad_row,
+        {name: value for name, value in options.items() if value is not None},
+        None if time_unit == "auto" else time_unit,
+        max_backwards_s,
     )
     window = slice_time(whole, start_s, duration_s)
     if len(window) == 0:
@@ -81,6 +84,34 @@ def read_trace(
             f"{len(whole):,} requests from 0 to {last_s:,.3f} s",
         )
     return scale_rate(truncate(window, limit), rate_scale)
+
+
+_KEPT_TRACES = 2
+_kept: dict[tuple[object, ...], Workload] = {}
+
+
+def _whole(
+    path: PathLike,
+    kind: TraceFormat,
+    on_bad_row: OnBadRow,
+    options: dict[str, Any],
+    time_unit: TimeUnit | None,
+    max_backwards_s: float | None,
+) -> Workload:
+    """The whole trace; the last ones are kept, since many runs in a row read the same, unless the file has changed."""
+    found = os.stat(path)
+    is_file = stat.S_ISREG(found.st_mode)
+    stamp = (os.path.abspath(path), found.st_ino, found.st_mtime_ns, found.st_size)
+    key = (stamp, kind, on_bad_row, tuple(options.items()), time_unit, max_backwards_s)
+    if is_file and key in _kept:
+        return _kept[key]
+    rows = _read(path, kind, on_bad_row, options)
+    whole = to_workload(rows, time_unit=time_unit, max_backwards_s=max_backwards_s, on_bad_row=on_bad_row)
+    if is_file:
+        while len(_kept) >= _KEPT_TRACES:
+            del _kept[next(iter(_kept))]
+        _kept[key] = whole
+    return whole
 
 
 def _window_words(start_s: float | None, duration_s: float | None) -> str:

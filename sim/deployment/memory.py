@@ -94,6 +94,16 @@ class KvPool:
     """What determined the pool: "formula", "kv_cache_memory_bytes" or "num_gpu_blocks_override"."""
     assumptions: tuple[str, ...]
     """What the figures rest on, in sentences for people."""
+    kv_cache_tokens_90: tuple[int, int]
+    """In nine starts of ten ``kv_cache_tokens`` lies in it, both included."""
+    oom_margin_bytes: int
+    """Free on the card once the pool is there and the graphs are captured; below 0 it runs out of memory."""
+    oom_margin_spread_bytes: int
+    """By how much that may be too high: what is free at the start and the graphs are estimates."""
+    verdict: str
+    """ok or unsafe, as ``windtunnel memory`` has it; does_not_start only where the pool was given."""
+    reason: str
+    """Why."""
 
 
 def kv_pool(
@@ -147,7 +157,7 @@ def kv_pool(
     judgement = judge(plan, asks_architecture=False)
     if judgement.verdict == DOES_NOT_START and not (plan.is_given and judgement.cause in _TAKEN_AT_ITS_WORD):
         raise infeasible(plan, judgement)
-    return _pool_of(plan)
+    return _pool_of(plan, judgement)
 
 
 _TAKEN_AT_ITS_WORD = ("out_of_memory_weights", "out_of_memory_profiling", "out_of_memory_kv_cache")
@@ -167,7 +177,7 @@ def infeasible(plan: MemoryPlan, judgement: Judgement) -> InfeasibleDeployment:
     return InfeasibleDeployment(f"{judgement.reason}  ({where})  Remedy: {told}", largest, size)
 
 
-def _pool_of(plan: MemoryPlan) -> KvPool:
+def _pool_of(plan: MemoryPlan, judgement: Judgement) -> KvPool:
     num_blocks, tokens = plan.num_gpu_blocks, plan.kv_cache_tokens
     assumptions = assumptions_of(plan)
     if plan.layout.is_hybrid:
@@ -191,6 +201,11 @@ def _pool_of(plan: MemoryPlan) -> KvPool:
         kv_bytes_per_token=plan.kv_bytes_per_token,
         source=plan.source,
         assumptions=assumptions,
+        kv_cache_tokens_90=(plan.interval_90.low, plan.interval_90.high),
+        oom_margin_bytes=plan.margin_bytes,
+        oom_margin_spread_bytes=plan.margin_spread_bytes,
+        verdict=judgement.verdict,
+        reason=judgement.reason,
     )
 
 
