@@ -10,12 +10,14 @@ from typing import Any
 from windtunnel.reports.context import ReportContext
 from windtunnel.reports.words import count, digits, milliseconds, percent, plural, seconds
 from windtunnel.sim.metrics.comparison import (
+    CONFIDENCE,
     LOAD_AXES,
     OFFERED,
     ComparedRun,
     ComparedRuns,
     ComparisonAxis,
     Crossing,
+    Difference,
     Relation,
     are_level,
     metric,
@@ -52,6 +54,8 @@ class ComparisonContext:
     differing: tuple[DifferingSetting, ...] = ()
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Per variant what was asked for."""
+    seeds: tuple[int, ...] = ()
+    """Of the replications of each run; empty for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,8 @@ def answer(runs: ComparedRuns, relations: Sequence[Relation]) -> ComparisonAnswe
     else:
         headline = _headline_of_curves(runs, runs.axis, relations, keys)
         found = list(_told_first(runs, runs.axis, relations, keys))
-    return ComparisonAnswer(headline, (*filter(None, found), *_offered(runs), *_hopeless(runs), *_not_run(runs)))
+    said = (*filter(None, found), *_differences(runs, keys), *_offered(runs), *_hopeless(runs), *_not_run(runs))
+    return ComparisonAnswer(headline, said)
 
 
 # --- words
@@ -110,6 +115,38 @@ def changed(change: float | None) -> str:
     if change >= MANY - 1:
         return f"x {digits(1 + change)}"
     return f"{100 * change:+.1f} %" if abs(change) >= 0.0005 else "≈ 0 %"
+
+
+def within(found: Difference) -> str:
+    """A change in percent with half its interval: +4.1 ±0.9 %; nothing over a zero."""
+    share = found.share
+    if share is None:
+        return ""
+    if found.absolute.low == found.absolute.high == 0:
+        return "="
+    if share.mean >= MANY - 1:
+        return f"x {digits(1 + share.mean)}"
+    return f"{100 * share.mean:+.1f} ±{100 * share.half_width:.1f} %"
+
+
+def from_to(found: Difference) -> str:
+    """A change in percent with its interval: +4.1 % (+3.2 to +5.0); in the metric's unit over a zero."""
+    share = found.share
+    if share is None:
+        own = found.absolute
+        return f"{own.mean:+,.3g} ({own.low:+,.3g} to {own.high:+,.3g})"
+    return f"{100 * share.mean:+.1f} % ({100 * share.low:+.1f} to {100 * share.high:+.1f})"
+
+
+def replicated_words(runs: ComparedRuns, seeds: Sequence[int]) -> str:
+    """What the numbers and intervals are, in a sentence; nothing without replications."""
+    if not seeds:
+        return ""
+    are = f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    return (
+        f"Numbers are means of {runs.num_replications} replications ({are}), changes those of pairs of one seed, with "
+        f"half of the {percent(CONFIDENCE)} interval of their mean."
+    )
 
 
 def listed(words: Sequence[str]) -> str:
@@ -517,6 +554,30 @@ def _up_to(advantage: float) -> str:
 def where(axis: ComparisonAxis, position: float, *, with_label: bool = True) -> str:
     """A place on a numeric axis: ``request_rate ≈ 3.2``."""
     return f"{axis.label} ≈ {digits(position, 2)}" if with_label else digits(position, 2)
+
+
+# --- differences between replications
+
+
+MOST_DIFFERENCES = 6
+"""Sentences on differences in the answer; tables and figures have all of them."""
+
+
+def _differences(runs: ComparedRuns, keys: Sequence[str]) -> Iterator[str]:
+    """How each variant differs from the baseline, with intervals."""
+    others = [run for run in runs.runs if run.variant != runs.baseline and run.replications]
+    if len(others) > MOST_DIFFERENCES:
+        return
+    for run in others:
+        found = [each for key in keys if (each := runs.difference(run, key)) is not None]
+        if found:
+            at = "" if runs.axis is None else f" at {runs.axis.key} {runs.axis.values[run.place]}"
+            told = "; ".join(_difference_words(each) for each in found)
+            yield f"{run.variant} against {runs.baseline}{at}, with {percent(CONFIDENCE)} intervals: {told}."
+
+
+def _difference_words(found: Difference) -> str:
+    return f"{metric(found.key).words} {from_to(found)}{', within noise' if found.is_noise else ''}"
 
 
 # --- what not to rely on

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from math import log10
+from math import isfinite, log10
 from textwrap import wrap
 from typing import Any
 
-from windtunnel.reports.comparison_answer import relation_words, say
+from windtunnel.reports.comparison_answer import from_to, relation_words, say
 from windtunnel.reports.figures import Figure, Trace, log_axis, rounded
 from windtunnel.reports.words import digits, percent
 from windtunnel.sim.metrics.comparison import (
+    CONFIDENCE,
     MOST_FAILED,
     ComparedRun,
     ComparedRuns,
     ComparisonAxis,
     Crossing,
+    Difference,
     Relation,
     metric,
 )
+from windtunnel.sim.metrics.replications import Interval
 
 MOST_TICKS = 9
 MOST_BARS = 16
@@ -54,7 +57,7 @@ _WORK = (
 def comparison_figures(runs: ComparedRuns, relations: Sequence[Relation]) -> list[Figure]:
     """One for each metric that some run has, and one of the tokens computed in vain if there are any."""
     keys = [key for key in runs.metrics if runs.numbers(key)]
-    drawn = [_metric_figure(runs, relations, key) for key in keys]
+    drawn = [*_difference_figures(runs), *(_metric_figure(runs, relations, key) for key in keys)]
     return [*drawn, work_figure(runs)] if has_waste(runs) else drawn
 
 
@@ -64,6 +67,70 @@ def _metric_figure(runs: ComparedRuns, relations: Sequence[Relation], key: str) 
     if runs.axis.positions is None:
         return _grouped_bars(runs, runs.axis, key)
     return _curves(runs, runs.axis, relations, key)
+
+
+# --- differences between replications
+
+
+def _difference_figures(runs: ComparedRuns) -> Iterator[Figure]:
+    """Changes from the baseline with their intervals, a line for each metric and variant; only without an axis."""
+    others = [run for run in runs.runs if run.variant != runs.baseline and run.replications]
+    keys = [key for key in runs.metrics if any(_share_of(runs, run, key) for run in others)]
+    if runs.axis is not None or not keys:
+        return
+    zero = {"type": "line", "xref": "x", "yref": "paper", "x0": 0, "x1": 0, "y0": 0, "y1": 1}
+    layout = {
+        "xaxis": {"title": f"change from {_name(runs.baseline)} (%)", "zeroline": False},
+        "yaxis": {
+            "tickvals": list(range(len(keys))),
+            "ticktext": ["<br>".join(wrap(_title(key), NAME_WIDTH)) for key in keys],
+            "range": [len(keys) - 0.5, -0.5], "zeroline": False, "showgrid": False, "ticks": "",
+        },
+        "hovermode": "closest",
+        "showlegend": len(others) > 1,
+        "shapes": [{**zero, "line": {"color": "@text", "width": 1.2, "dash": "dash"}}],
+    }  # fmt: skip
+    caption = (
+        f"Means of {runs.num_replications} replications, seed against seed, with the {percent(CONFIDENCE)} interval of "
+        "their mean; open symbols and intervals that hold 0 are noise."
+    )
+    data = [_difference_trace(runs, run, keys, place, len(others)) for place, run in enumerate(others)]
+    yield Figure("differences", f"Differences from {runs.baseline}", caption, data, layout)
+
+
+def _share_of(runs: ComparedRuns, run: ComparedRun, key: str) -> tuple[Difference, Interval] | None:
+    found = runs.difference(run, key)
+    return None if found is None or found.share is None else (found, found.share)
+
+
+def _difference_trace(runs: ComparedRuns, run: ComparedRun, keys: Sequence[str], place: int, num: int) -> Trace:
+    """One variant's changes, beside those of the others."""
+    colour, symbol, _ = _LOOKS[runs.variants.index(run.variant) % len(_LOOKS)]
+    told = [(row, *found) for row, key in enumerate(keys) if (found := _share_of(runs, run, key)) is not None]
+    beside = (place - (num - 1) / 2) * min(0.25, 0.8 / num)
+    return {
+        "x": rounded([100 * share.mean for _, _, share in told]), "y": [row + beside for row, _, _ in told],
+        "name": _name(run.variant), "mode": "markers", "cliponaxis": False,
+        "error_x": _reach([100 * share.half_width for _, _, share in told], colour),
+        "marker": {
+            "color": colour, "size": 11,
+            "symbol": [f"{symbol}-open" if each.is_noise else symbol for _, each, _ in told],
+        },
+        "hovertext": [f"{from_to(each)}{', within noise' if each.is_noise else ''}" for _, each, _ in told],
+        "hovertemplate": f"{_name(run.variant)}: %{{hovertext}}<extra></extra>",
+    }  # fmt: skip
+
+
+def _reach(half_widths: Sequence[float], colour: str) -> dict[str, Any]:
+    """Bars of uncertainty to both sides."""
+    return {"type": "data", "array": rounded(list(half_widths)), "color": colour, "thickness": 1.5, "width": 4}
+
+
+def _half_widths(drawn: Sequence[ComparedRun], key: str, scale: float) -> list[float]:
+    """Half of the interval of each mean; empty without replications."""
+    found = [run.interval(key) for run in drawn]
+    known = [each.half_width * scale for each in found if each is not None]
+    return known if len(known) == len(found) else []
 
 
 def _caption(runs: ComparedRuns, key: str) -> str:
@@ -128,7 +195,9 @@ def _curve(runs: ComparedRuns, axis: ComparisonAxis, key: str, number: int, scal
     variant, (colour, symbol, dash) = runs.variants[number], _LOOKS[number % len(_LOOKS)]
     assert axis.positions is not None, "drawn along numeric axes only"
     drawn = [run for place in axis.order if (run := runs.run(variant, place)).number(key) is not None]
+    reach = _half_widths(drawn, key, scale)
     return {
+        **({"error_y": _reach(reach, colour)} if reach else {}),
         "x": rounded([axis.positions[run.place] for run in drawn]),
         "y": rounded([(run.number(key) or 0.0) * scale for run in drawn]),
         "mode": "lines+markers", "name": _broken_name(variant), "line": {"color": colour, "width": 2.5, "dash": dash},
@@ -145,7 +214,17 @@ def _hover_template(axis: ComparisonAxis) -> str:
 
 
 def _hover(axis: ComparisonAxis, run: ComparedRun, key: str) -> list[str]:
-    return [say(key, run.number(key) or 0.0), escape(axis.values[run.place]), run.verdict]
+    return [_said(run, key), escape(axis.values[run.place]), run.verdict]
+
+
+def _said(run: ComparedRun, key: str) -> str:
+    """A value, and half of its interval where there are replications."""
+    found, text = run.interval(key), say(key, run.number(key) or 0.0)
+    if found is None or not isfinite(found.half_width):
+        return text
+    reach = say(key, found.half_width)
+    unit = reach.rpartition(" ")[2]
+    return f"{text.removesuffix(f' {unit}')} ±{reach}"
 
 
 def _numeric_axis(axis: ComparisonAxis) -> dict[str, Any]:
@@ -207,7 +286,7 @@ def _bars(runs: ComparedRuns, key: str) -> Figure:
         "type": "bar", "orientation": "h", "showlegend": False, "cliponaxis": False, "textposition": "outside",
         "y": [_broken_name(run.variant) for run in drawn],
         "x": rounded([(run.number(key) or 0.0) * scale for run in drawn]),
-        "text": [say(key, run.number(key) or 0.0) for run in drawn],
+        "text": [_said(run, key) for run in drawn],
         "customdata": [run.verdict for run in drawn], "hovertemplate": "%{y}: %{text}, %{customdata}<extra></extra>",
         "marker": {
             "color": [_LOOKS[number % len(_LOOKS)][0] for number in numbers],
@@ -215,7 +294,11 @@ def _bars(runs: ComparedRuns, key: str) -> Figure:
         },
     }  # fmt: skip
     most = max((run.number(key) or 0.0) * scale for run in drawn)
-    x = {"title": unit or metric(key).words, "range": [0, 1.3 * most or 1], "nticks": 5}
+    x = {
+        "title": unit or metric(key).words,
+        "range": [0, (1.6 if _half_widths(drawn, key, scale) else 1.3) * most or 1],
+        "nticks": 5,
+    }
     layout = {"xaxis": x, "yaxis": _upright(), "hovermode": "closest", "bargap": 0.35}
     return Figure(f"metric-{key}", _title(key), _caption(runs, key), [bars], layout, half=True)
 
@@ -246,7 +329,9 @@ def _grouped_bars(runs: ComparedRuns, axis: ComparisonAxis, key: str) -> Figure:
 def _groups(runs: ComparedRuns, axis: ComparisonAxis, key: str, scale: float) -> Iterator[Trace]:
     for number, variant in enumerate(runs.variants):
         drawn = [run for place in runs.places if (run := runs.run(variant, place)).number(key) is not None]
+        reach = _half_widths(drawn, key, scale)
         yield {
+            **({"error_y": _reach(reach, "@text")} if reach else {}),
             "type": "bar", "name": _broken_name(variant), "x": [_broken_name(axis.values[run.place]) for run in drawn],
             "y": rounded([(run.number(key) or 0.0) * scale for run in drawn]),
             "marker": {

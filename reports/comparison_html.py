@@ -7,7 +7,13 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from windtunnel.reports.comparison_answer import ComparisonAnswer, ComparisonContext, answer, relation_words
+from windtunnel.reports.comparison_answer import (
+    ComparisonAnswer,
+    ComparisonContext,
+    answer,
+    relation_words,
+    replicated_words,
+)
 from windtunnel.reports.comparison_figures import comparison_figures, has_waste
 from windtunnel.reports.comparison_text import Cell, run_columns, run_table, variant_table
 from windtunnel.reports.figures import Figure
@@ -77,7 +83,7 @@ def _page(runs: ComparedRuns, relations: Sequence[Relation], context: Comparison
     yield from _curves(runs, drawn)
     yield from _crossings(further)
     yield from _work(runs, drawn)
-    yield from _numbers(runs)
+    yield from _numbers(runs, context.seeds)
     yield from _settings(runs, context)
     yield from _how(context)
     yield from glossary()
@@ -131,6 +137,7 @@ def _curves(runs: ComparedRuns, drawn: Sequence[Figure]) -> Iterator[str]:
     if runs.axis is not None and runs.axis.positions is not None and len(runs.axis.order) < len(runs.axis.values):
         left_out = [runs.axis.values[place] for place in runs.places if place not in runs.axis.order]
         yield f'<p class="lead">Not drawn, for want of a place: {escape(", ".join(left_out))}.</p>'
+    yield from (figure(each) for each in drawn if each.name == "differences")
     yield f'<div class="pair">{"".join(figure(each) for each in drawn if each.half)}</div>\n</section>'
 
 
@@ -163,10 +170,12 @@ def _work(runs: ComparedRuns, drawn: Sequence[Figure]) -> Iterator[str]:
 # --- tables
 
 
-def _numbers(runs: ComparedRuns) -> Iterator[str]:
+def _numbers(runs: ComparedRuns, seeds: Sequence[int]) -> Iterator[str]:
     yield section("numbers", "All numbers")
-    if len(runs.variants) > 1:
-        yield f'<p class="lead">Changes are against {escape(runs.baseline)}.</p>'
+    told = [f"Changes are against {runs.baseline}."] if len(runs.variants) > 1 else []
+    told += [words] if (words := replicated_words(runs, seeds)) else []
+    if told:
+        yield f'<p class="lead">{escape(" ".join(told))}</p>'
     if runs.axis is None and len(runs.variants) <= MOST_COLUMNS:
         heads, rows = variant_table(runs)
         beside = [name != runs.baseline for name in runs.variants]

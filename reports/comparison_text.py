@@ -8,9 +8,9 @@ from itertools import accumulate
 from textwrap import wrap
 from typing import NamedTuple
 
-from windtunnel.reports.comparison_answer import ComparisonContext, answer, changed
+from windtunnel.reports.comparison_answer import ComparisonContext, answer, changed, replicated_words, within
 from windtunnel.reports.text import header
-from windtunnel.reports.words import NOTHING
+from windtunnel.reports.words import NOTHING, digits
 from windtunnel.sim.metrics.comparison import ComparedRun, ComparedRuns, Relation, metric
 
 WIDTH = 120
@@ -52,13 +52,26 @@ _ALWAYS = (
 )
 """Rows that are left out only where no run has them."""
 _WHERE_ANY = (
+    "cost_per_hour",
+    "cost_per_million_tokens",
+    "energy_kwh_per_million_tokens",
     "recomputed_prefill_tokens",
+    "recomputed_gpu_seconds",
+    "recomputed_busy_share",
+    "recomputed_cost",
+    "p99_itl_without_preemption_ms",
     "padding_tokens",
     "straggler_tokens",
     "rejected_draft_tokens",
     "abandoned_tokens",
     "wasted_token_share",
     "mean_batch_formation_wait_ms",
+    "replica_hours",
+    "request_imbalance",
+    "waited_at_gateway",
+    "mean_gateway_wait_ms",
+    "retried_requests",
+    "lost",
     "swapped_out_blocks",
     "swapped_in_blocks",
 )
@@ -101,6 +114,7 @@ def render_text(
     if len(runs.variants) > 1:
         left_out = f"Changes from {runs.baseline} are left out for want of room; --html and --json have them."
         lines += wrap(f"Changes are against {runs.baseline}." if has_changes else left_out, PROSE_WIDTH)
+    lines += wrap(replicated_words(runs, context.seeds), PROSE_WIDTH)
     for warning in context.common.warnings:
         lines += wrap(f"WARNING: {warning}", PROSE_WIDTH, subsequent_indent="         ")
     return "\n".join(line.rstrip() for line in lines).rstrip("\n") + "\n"
@@ -124,6 +138,7 @@ def render_markdown(runs: ComparedRuns, relations: Sequence[Relation], context: 
         list(shared.calibrated_by),
         list(_markdown_table(*(variant_table(runs) if runs.axis is None else run_table(runs)))),
         [f"Changes are against {runs.baseline}."] if len(runs.variants) > 1 else [],
+        [told] if (told := replicated_words(runs, context.seeds)) else [],
         [f"> **Warning:** {text}" for text in shared.warnings],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
@@ -234,10 +249,21 @@ def cell(runs: ComparedRuns, run: ComparedRun, key: str) -> Cell:
     value = run.number(key)
     if value is None:
         return Cell(NOTHING)
-    change = runs.change(run, key)
+    change, found = runs.change(run, key), runs.difference(run, key)
     are_whole = metric(key).unit == "" and all(number.is_integer() for number in runs.numbers(key))
     shown = 100 * value if metric(key).unit == "%" else value
-    return Cell(f"{shown:,.0f}" if are_whole else f"{shown:,.2f}", changed(change), _tone(key, change))
+    text = f"{shown:,.0f}" if are_whole else digits(shown) if key in _FINE else f"{shown:,.2f}"
+    if found is None:
+        return Cell(text, changed(change), _tone(key, change))
+    return Cell(text, within(found), "" if found.is_level else _tone(key, change))
+
+
+_FINE = (
+    *("cost_per_request", "cost_per_million_tokens", "cost_per_million_output_tokens", "run_cost", "recomputed_cost"),
+    *("input_cost_per_million_tokens", "output_cost_per_million_tokens", "energy_kwh", "energy_kwh_per_million_tokens"),
+    "energy_joules_per_output_token",
+)
+"""Numbers that are told with three digits, however small they are."""
 
 
 def _tone(key: str, change: float | None) -> str:

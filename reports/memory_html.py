@@ -10,6 +10,7 @@ from typing import Any
 from windtunnel.reports.figures import Figure
 from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.memory_figures import MOST_CURVES, num_curves, sweep_figures, waterfall
+from windtunnel.reports.memory_first_screen import Cost, headline, hourly, plan_cards, sweep_cards
 from windtunnel.reports.memory_text import (
     VERDICT_WORDS,
     MemoryRow,
@@ -28,6 +29,7 @@ from windtunnel.reports.memory_text import (
 from windtunnel.reports.page import (
     answer_box,
     badge,
+    cards,
     cell,
     cell_html,
     code,
@@ -45,9 +47,14 @@ from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE
 TONES = {OK: "good", UNSAFE: "note", DOES_NOT_START: "bad"}
 
 
-def write_plan_html(path: str | Path, row: MemoryRow, *, version: str) -> None:
-    """Write the report of one plan; the same plan gives the same bytes.  Raises OSError if it cannot be written."""
-    _write(path, _plan_page(row, version))
+def write_plan_html(
+    path: str | Path, row: MemoryRow, *, version: str, cost: Cost | None = None, command: str = ""
+) -> None:
+    """Write the report of one plan; the same plan gives the same bytes.  Raises OSError if it cannot be written.
+
+    ``cost`` is that of its GPUs, where a price was given, ``command`` the line that makes the plan again.
+    """
+    _write(path, _plan_page(row, version, cost, command))
 
 
 def write_sweep_html(
@@ -59,12 +66,15 @@ def write_sweep_html(
     warnings: Sequence[str] = (),
     *,
     version: str,
+    currency: str = "",
+    command: str = "",
 ) -> None:
     """Write the report of a sweep: ``points`` as plain data, ``best`` the plan whose waterfall is drawn.
 
-    Raises OSError if it cannot be written.
+    ``currency`` is that of the points' ``cost_per_hour``, where a price was given, ``command`` the line that makes the
+    sweep again.  Raises OSError if it cannot be written.
     """
-    _write(path, _sweep_page(axes, points, best, notes, warnings, version))
+    _write(path, _sweep_page(axes, points, best, notes, warnings, version, currency, command))
 
 
 def _write(path: str | Path, parts: Iterator[str]) -> None:
@@ -77,7 +87,7 @@ def _write(path: str | Path, parts: Iterator[str]) -> None:
 # --- one plan
 
 
-def _plan_page(row: MemoryRow, version: str) -> Iterator[str]:
+def _plan_page(row: MemoryRow, version: str, cost: Cost | None, command: str) -> Iterator[str]:
     drawn = [waterfall(row.plan)]
     yield from page_head(row.title, skip_to="memory")
     yield from _header(row.title, "memory plan")
@@ -86,7 +96,8 @@ def _plan_page(row: MemoryRow, version: str) -> Iterator[str]:
     judgement = row.judged.judgement
     sentences = [text for text in (judgement.error, judgement.why) if text]
     tone = "note" if row.warnings and verdict == OK else TONES[verdict]
-    yield from answer_box(_headline(row), [*sentences, *row.warnings], tone)
+    yield from answer_box(headline(row), [*sentences, *row.warnings], tone)
+    yield cards((card.name, card.value, card.more) for card in plan_cards(row, cost))
     yield from _notes(row.notes)
     sections = [("memory", "Memory"), ("pool", "KV cache")]
     sections += [("remedies", "What would help")] if row.judged.remedies else []
@@ -97,20 +108,10 @@ def _plan_page(row: MemoryRow, version: str) -> Iterator[str]:
     yield from _remedies(row)
     yield from _command(row)
     yield from _comparison(row)
-    yield from _how(row)
+    yield from _how(row, version, command)
     yield "</main>"
     yield from _footer(version)
     yield from page_end(drawn)
-
-
-def _headline(row: MemoryRow) -> str:
-    plan, verdict = row.plan, row.judged.verdict
-    if verdict == DOES_NOT_START:
-        return "vLLM does not start like this."
-    tokens = f"{plan.kv_cache_tokens:,} tokens fit the KV cache"
-    if verdict == UNSAFE:
-        return f"{tokens}, but it is unsafe."
-    return f"{tokens}, with a warning." if row.warnings else f"{tokens}."
 
 
 def _header(title: str, what: str) -> Iterator[str]:
@@ -183,14 +184,21 @@ def _comparison(row: MemoryRow) -> Iterator[str]:
     yield "</section>"
 
 
-def _how(row: MemoryRow) -> Iterator[str]:
+def _how(row: MemoryRow, version: str, command: str) -> Iterator[str]:
     yield section("how", "How it comes about")
     yield f"<pre>{escape(chr(10).join(steps(row.plan)))}</pre>"
     yield f"<h3>Assumptions</h3><ul>{''.join(f'<li>{escape(text)}</li>' for text in row.assumptions)}</ul>"
     yield "<h3>Settings</h3>"
     rows = [(code(name), code(value), cell(source)) for name, value, source in setting_rows(row.plan)]
     yield from table(("Setting", "Value", "Source"), rows)
+    yield from _again(version, command)
     yield "</section>"
+
+
+def _again(version: str, command: str) -> Iterator[str]:
+    """How to make the plan again."""
+    if command:
+        yield f"<h3>To make it again</h3><p>With windtunnel {escape(version)}:</p><pre>{escape(command)}</pre>"
 
 
 # --- a sweep
@@ -203,15 +211,18 @@ def _sweep_page(
     notes: Sequence[str],
     warnings: Sequence[str],
     version: str,
+    currency: str,
+    command: str,
 ) -> Iterator[str]:
     drawn = sweep_figures(axes, points)
-    title = _sweep_title(axes, best)
+    title = sweep_title(axes, best)
     falls = [waterfall(best.plan)] if best is not None else []
     yield from page_head(title, skip_to="sweep")
     yield from _header(title, f"memory plans over {', '.join(axes)}")
     yield "<main>"
-    headline, sentences, tone = _sweep_answer(axes, points)
-    yield from answer_box(headline, [*sentences, *warnings], "note" if warnings and tone == "good" else tone)
+    answer, sentences, tone = _sweep_answer(axes, points)
+    yield from answer_box(answer, [*sentences, *warnings], "note" if warnings and tone == "good" else tone)
+    yield cards((card.name, card.value, card.more) for card in sweep_cards(axes, points, currency))
     yield from _notes(notes)
     yield from navigation([("sweep", "What if"), ("points", "All plans"), ("memory", "Memory of one GPU")])
     yield section("sweep", "What if")
@@ -220,7 +231,7 @@ def _sweep_page(
     if num_curves(axes, points) > MOST_CURVES:
         yield f'<p class="lead">{MOST_CURVES} curves are drawn; the table has every plan.</p>'
     yield "</section>"
-    yield from _points(axes, points)
+    yield from _points(axes, points, currency)
     if best is not None:
         yield section("memory", "Memory of one GPU")
         chosen = next(point for point in points if point["verdict"] == best.judged.verdict and _is(point, best))
@@ -228,12 +239,13 @@ def _sweep_page(
         word = VERDICT_WORDS[best.judged.verdict]
         yield f'<p class="lead">At {escape(told)}: the largest KV cache that is {word}.</p>'
         yield f"{figure(falls[0])}\n</section>"
+    yield from _again(version, command)
     yield "</main>"
     yield from _footer(version)
     yield from page_end([*drawn, *falls])
 
 
-def _sweep_title(axes: Sequence[str], best: MemoryRow | None) -> str:
+def sweep_title(axes: Sequence[str], best: MemoryRow | None) -> str:
     """What is common to all plans."""
     if best is None:
         return "Memory plans"
@@ -260,13 +272,15 @@ def _sweep_answer(axes: Sequence[str], points: Sequence[Mapping[str, Any]]) -> t
     return headline, [f"With {told}, on {plural(best['num_gpus'], 'GPU')}.", sentence], "good" if ok else "note"
 
 
-def _points(axes: Sequence[str], points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _points(axes: Sequence[str], points: Sequence[Mapping[str, Any]], currency: str) -> Iterator[str]:
     yield section("points", "All plans")
-    heads = ("Row", *map(short, axes), "GPUs", "KV tokens", "90 % interval", "Concurrency", "Left", "Verdict")
+    heads = ["Row", *map(short, axes), "GPUs", "KV tokens", "90 % interval", "Concurrency", "Left"]
+    heads += ["Cost per hour", "Verdict"] if currency else ["Verdict"]
     rows = []
     for number, point in enumerate(points, 1):
         *figures, _ = sweep_cells(point)
         cells = [cell(str(number), "number"), *(cell(axis_cell(point, axis), "number") for axis in axes)]
+        figures += [hourly(point, currency)] if currency else []
         rows.append([*cells, *(cell(text, "number") for text in figures), _verdict(point["verdict"])])
     yield from table(heads, rows)
     reasons = [*reasons_of(points, DOES_NOT_START), *reasons_of(points, UNSAFE)]

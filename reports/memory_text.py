@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windtunnel.reports.values import plain
-from windtunnel.reports.words import NOTHING
+from windtunnel.reports.words import NOTHING, digits
 from windtunnel.sim.deployment.gpu import GIB
 from windtunnel.sim.deployment.host_memory import host_memory
 from windtunnel.sim.deployment.memory import JudgedPlan
 from windtunnel.sim.deployment.memory_checks import UNKNOWN_ARCHITECTURE
 from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK, UNSAFE, MemoryPlan, Users
 from windtunnel.sim.deployment.memory_remedies import Remedy
+
+if TYPE_CHECKING:
+    from windtunnel.reports.memory_first_screen import Cost
 
 WIDTH = 100
 VERDICT_WORDS = {OK: "ok", UNSAFE: "unsafe", DOES_NOT_START: "does not start"}
@@ -72,8 +75,8 @@ def v0(row: MemoryRow) -> str:
     return " (V0 engine)" if row.plan.request.runs_on_v0 else ""
 
 
-def plan_text(row: MemoryRow) -> str:
-    """The plan as aligned text; the same plan gives the same text."""
+def plan_text(row: MemoryRow, cost: Cost | None = None) -> str:
+    """The plan as aligned text, with what its GPUs cost if that is known; the same plan gives the same text."""
     parts = [f"{row.title}: {verdict_words(row)}\n{_wrapped(row.judged.reason)}"]
     parts += [_wrapped(f"WARNING: {warning}") for warning in row.warnings]
     parts.append(_titled(_heading(row.plan), budget_rows(row)))
@@ -83,6 +86,8 @@ def plan_text(row: MemoryRow) -> str:
         parts.append(_titled("Host memory", on_host))
     if row.users is not None:
         parts.append(_titled(f"Requests of {row.users.mean_tokens:,} tokens", users_rows(row.users, row.plan)))
+    if cost is not None:
+        parts.append(_titled("Cost", [("per hour", cost.words(), _gpus(row.plan))]))
     if row.comparison:
         parts.append(_comparison(row))
     if row.judged.remedies:
@@ -93,6 +98,10 @@ def plan_text(row: MemoryRow) -> str:
         parts.append(row.serve_command)
     parts += [f"note: {note}" for note in row.notes]
     return "\n\n".join(parts)
+
+
+def _gpus(plan: MemoryPlan) -> str:
+    return f"{plan.request.num_gpus:,} x {plan.request.gpu.name}"
 
 
 def verdict_words(row: MemoryRow) -> str:
@@ -453,8 +462,15 @@ def sweep_text(
     with_users = any(made.get("real_users") is not None for made in dicts)
     heads = ["row", *map(short, axes), "GPUs", "KV tokens", "90 % interval", "concurrency", "left", "verdict"]
     heads += ["users"] if with_users else []
+    has_cost = any(made.get("cost_per_hour") is not None for made in dicts)
+    heads += ["cost per hour"] if has_cost else []
     rows = [
-        [str(number), *(axis_cell(made, axis) for axis in axes), *sweep_cells(made, with_users=with_users)]
+        [
+            str(number),
+            *(axis_cell(made, axis) for axis in axes),
+            *sweep_cells(made, with_users=with_users),
+            *([_hourly(made)] if has_cost else []),
+        ]
         for number, made in enumerate(dicts, 1)
     ]
     lines = _aligned([heads, *rows])
@@ -467,6 +483,11 @@ def sweep_text(
     if len(told) > MOST_NOTES:
         lines.append(f"\n({len(told) - MOST_NOTES} more notes: --json has all)")
     return "\n".join(lines)
+
+
+def _hourly(made: Mapping[str, Any]) -> str:
+    cost = made.get("cost_per_hour")
+    return NOTHING if cost is None else f"{digits(cost)} {made['currency']}"
 
 
 def reasons_of(dicts: Sequence[Mapping[str, Any]], verdict: str) -> list[str]:

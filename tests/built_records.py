@@ -60,7 +60,7 @@ def single_server(arrival_ns: np.ndarray, service_ns: np.ndarray) -> tuple[Recor
         **columns(n, due_ns=arrival_ns, arrival_ns=arrival_ns, scheduled_ns=start, first_token_ns=end, finish_ns=end)
     )
     waiting = np.searchsorted(arrival_ns, start, side="right") - np.arange(1, n + 1)
-    steps = StepTable(start, end, one, waiting, none, none, one, 10 * one, 90 * one, *[none] * 6)
+    steps = StepTable(start, end, one, waiting, none, none, one, 10 * one, 90 * one, *[none] * 8)
     spans = SpanTable(np.arange(n), np.arange(n), one)
     replica = ReplicaRecords(steps, spans, empty_table(PreemptionTable), empty_table(DraftTable), 100, 16, 1, 64)
     return Records(requests, (replica,), int(end.max(initial=0))), workload(arrival_ns, 10 * one, one)

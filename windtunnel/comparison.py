@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windtunnel.comparison_plan import (
     ComparisonPlan,
-    Obstacle,
     PlannedRun,
     baseline_of,
     check_metrics,
@@ -23,21 +20,25 @@ from windtunnel.comparison_plan import (
     number_keys,
     plan_comparison,
     refusal,
-    resolved_or_obstacle,
 )
 from windtunnel.rundir import RESOLVED_FILE, SUMMARY_FILE, RunUnreadable, writing
 from windtunnel.sim.metrics.comparison import (
+    CONFIDENCE,
     DERIVED,
     ComparedRun,
     ComparedRuns,
     ComparisonAxis,
     Crossing,
+    Difference,
     Relation,
     length_axis,
     metric,
     numeric_axis,
+    replicated,
     with_capacity,
 )
+from windtunnel.trials.obstacle import Obstacle, resolved_or_obstacle
+from windtunnel.workers import Workers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,6 +63,7 @@ def compare(
     metrics: Iterable[str] = (),
     baseline: str | None = None,
     jobs: int = 1,
+    reps: int = 1,
     seed: int | None = None,
     progress: Progress | None = None,
     **overrides: Any,
@@ -72,9 +74,10 @@ def compare(
     set to each of ``values`` in turn ("" for none); ``metrics`` are the keys of the JSON summary that the answer, the
     curves and their crossings are about.  What is not given comes from the scenario's [compare], but its axis only
     together with its variants, or by name.  ``overrides`` hold for all runs.  Changes are counted from ``baseline``,
-    the first variant if it is not given.  ``jobs`` processes share the work (scripts then need the usual
-    ``if __name__ == "__main__"``); the result is the same for any number.  ``progress(done, total)`` is called after
-    every run.
+    the first variant if it is not given.  ``jobs`` processes share the work; the result is the same for any number.
+    ``reps`` runs each with so many seeds, the same for all, from ``seed`` on: numbers are then means, differences have
+    intervals from pairs of the same seed, and those that may be chance count as none.
+    ``progress(done, total)`` is called after every run.
 
     A variant that vLLM would not start, or whose requests do not fit, stays in the comparison, with the reason.  Raises
     ScenarioError, TraceError or UnsupportedModel as ``simulate`` does, ScenarioError also if there is nothing to
@@ -88,7 +91,7 @@ def compare(
     given = {"seed": seed, **overrides}
     common = {key: Override(value, f"{key}=") for key, value in given.items() if value is not None}
     plan = plan_comparison(
-        scenario, variants, axis=axis, values=values, metrics=metrics, baseline=baseline, overrides=common
+        scenario, variants, axis=axis, values=values, metrics=metrics, baseline=baseline, overrides=common, reps=reps
     )
     done = 0
 
@@ -107,22 +110,16 @@ def compare(
 
 def execute_plan(plan: ComparisonPlan, *, jobs: int = 1, tell: RunDone | None = None) -> Comparison:
     """Run what was planned, in so many processes; ``tell`` is called for each run in order."""
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}: how many processes share the work")
-    plan.check()
-    results = []
-    for planned, result in zip(plan.runs, _results(plan.runs, jobs), strict=True):
-        results.append(result)
-        if tell is not None:
-            tell(planned, _compared(planned.variant, planned.place, result))
+    results: list[list[_Result]] = []
+    with Workers(jobs) as workers:
+        plan.check()
+        each = [plan.with_seeds(planned) for planned in plan.runs]
+        done = workers.call("windtunnel.comparison:run_planned", [one for group in each for one in group])
+        for planned, group in zip(plan.runs, each, strict=True):
+            results.append([next(done) for _ in group])
+            if tell is not None:
+                tell(planned, _compared(planned.variant, planned.place, results[-1]))
     return _comparison(plan, results)
-
-
-_GRACE_S = 0.5
-
-
-class ProcessDied(RuntimeError):
-    """One of the processes that share the work is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,51 +135,8 @@ class _Result:
     is_contradiction: bool = False
 
 
-def _results(runs: Sequence[PlannedRun], jobs: int) -> Iterator[_Result]:
-    """In the order of the runs, whoever does them."""
-    if jobs == 1 or len(runs) == 1:
-        yield from map(_run, runs)
-        return
-    import multiprocessing
-
-    context = multiprocessing.get_context("spawn")  # forking a process that has threads is unsafe
-    others = multiprocessing.active_children()
-    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=context, initializer=_die_quietly) as pool:
-        futures = [pool.submit(_run, planned) for planned in runs]
-        try:
-            for future in futures:
-                yield future.result()
-        except BrokenProcessPool:
-            time.sleep(_GRACE_S)  # Ctrl-C ends the processes too, and may reach this one last
-            raise ProcessDied(
-                "a process died in the middle of a run: it was killed, or memory ran out; give fewer jobs (--jobs 1)"
-            ) from None
-        except BaseException:
-            # not cancelled: the pool's thread fails every run that is still to come once its processes are gone
-            for process in multiprocessing.active_children():
-                if process not in others:
-                    process.terminate()
-            raise
-
-
-def _die_quietly() -> None:
-    """On Ctrl-C the parent speaks for all; and when it is gone, nobody waits for work any more."""
-    import multiprocessing
-    import signal
-    import threading
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-
-    def follow() -> None:
-        assert parent is not None, "only a worker runs this"
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def _run(planned: PlannedRun) -> _Result:
+def run_planned(planned: PlannedRun) -> _Result:
+    """One run of a comparison, in whatever process."""
     from windtunnel.api import execute
 
     resolved = resolved_or_obstacle(planned.loaded)
@@ -194,21 +148,27 @@ def _run(planned: PlannedRun) -> _Result:
     return _Result(run.summary, run.resolved, lengths)
 
 
-def _compared(variant: str, place: int, result: _Result) -> ComparedRun:
-    return ComparedRun(variant, place, result.summary, result.infeasible, result.is_contradiction)
+def _compared(variant: str, place: int, results: Sequence[_Result]) -> ComparedRun:
+    """A run, or the mean of its replications; not possible if one of them is not."""
+    refused = next((result for result in results if result.summary is None), None)
+    if refused is not None:
+        return ComparedRun(variant, place, None, refused.infeasible, refused.is_contradiction)
+    summaries = [result.summary for result in results if result.summary is not None]
+    return ComparedRun(variant, place, summaries[0]) if len(summaries) == 1 else replicated(variant, place, summaries)
 
 
-def _comparison(plan: ComparisonPlan, results: Sequence[_Result]) -> Comparison:
+def _comparison(plan: ComparisonPlan, replications: Sequence[Sequence[_Result]]) -> Comparison:
     from windtunnel.comparison_context import Told
 
     runs = tuple(
-        _compared(planned.variant, planned.place, result) for planned, result in zip(plan.runs, results, strict=True)
+        _compared(planned.variant, planned.place, group) for planned, group in zip(plan.runs, replications, strict=True)
     )
+    results = [group[0] for group in replications]
     compared = ComparedRuns(tuple(plan.variants), _made_axis(plan, results), runs, plan.metrics, plan.baseline)
     compared = replace(compared, metrics=with_capacity(compared))
     described = [result.described for result in results]
     told = Told(plan.scenario.name, plan.scenario.description, plan.scenario.teaches)
-    return Comparison(compared, described, told, plan.variants)
+    return Comparison(compared, described, told, plan.variants, seeds=plan.seeds)
 
 
 def _made_axis(plan: ComparisonPlan, results: Sequence[_Result]) -> ComparisonAxis | None:
@@ -245,6 +205,9 @@ def compare_runs(
 ) -> Comparison:
     """Compare runs that ``Run.save`` or ``windtunnel simulate -o`` wrote; each is called by its folder.
 
+    Runs that differ in nothing but their seed are replications of one variant, if there are several variants of which
+    all have two seeds in common.
+
     Raises RunUnreadable for a folder that holds no run, ScenarioError for unknown metrics or names and for fewer than
     two runs.
     """
@@ -261,16 +224,58 @@ def compare_runs(
     known = [*found, *DERIVED]
     wanted = tuple(dict.fromkeys(metrics))
     check_metrics(wanted, known)
-    runs = tuple(_compared(name, 0, result) for name, result in saved.items())
-    first = baseline_of(baseline, tuple(saved))
-    compared = ComparedRuns(tuple(saved), None, runs, wanted or default_metrics(known), first)
+    groups, seeds = _replications({name: (result,) for name, result in saved.items()})
+    runs = tuple(_compared(name, 0, results) for name, results in groups.items())
+    first = baseline_of(baseline, tuple(groups))
+    compared = ComparedRuns(tuple(groups), None, runs, wanted or default_metrics(known), first)
     compared = replace(compared, metrics=with_capacity(compared))
-    described = [result.described for result in saved.values()]
+    described = [results[0].described for results in groups.values()]
     from windtunnel.comparison_context import Told
 
     scenarios = dict.fromkeys(each["scenario"]["name"] for each in described)
     told = Told(", ".join(scenarios), "", "")
-    return Comparison(compared, described, told, {name: {} for name in saved}, are_saved=True)
+    return Comparison(compared, described, told, {name: {} for name in groups}, are_saved=True, seeds=seeds)
+
+
+_Groups = Mapping[str, tuple[_Result, ...]]
+
+
+def _replications(single: _Groups) -> tuple[_Groups, tuple[int, ...]]:
+    """The runs by what they have in common but the seed, with the seeds of all; as they were if that makes no pairs."""
+    alike: dict[str, dict[int, tuple[str, _Result]]] = {}
+    for name, (result,) in single.items():
+        of_setting = alike.setdefault(_settings_but_seed(result), {})
+        if result.described["seed"] in of_setting:
+            return single, ()
+        of_setting[result.described["seed"]] = (name, result)
+    seeds = sorted(set.intersection(*(set(each) for each in alike.values())))
+    if len(alike) < 2 or len(seeds) < 2:
+        return single, ()
+    names = [_common_name([name for name, _ in each.values()]) for each in alike.values()]
+    if len(set(names)) < len(names):
+        names = [next(iter(each.values()))[0] for each in alike.values()]
+    groups = {name: tuple(each[seed][1] for seed in seeds) for name, each in zip(names, alike.values(), strict=True)}
+    return groups, tuple(seeds)
+
+
+def _settings_but_seed(result: _Result) -> str:
+    settings = [
+        (entry["section"], entry["key"], entry["value"])
+        for entry in result.described["settings"]
+        if (entry["section"], entry["key"]) != ("scenario", "seed")
+    ]
+    return json.dumps([settings, result.described["windtunnel_version"]], sort_keys=True)
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """What the names begin with, without the beginning of a number and what joins it to the rest."""
+    shared = re.sub(r"\d*$", "", _shared_beginning(names))
+    return re.sub(r"[-_. ]+(seed|rep|[sr])?[-_. ]*$", "", shared) or names[0]
+
+
+def _shared_beginning(names: Sequence[str]) -> str:
+    letters = takewhile(lambda each: len(set(each)) == 1, zip(*names, strict=False))
+    return "".join(each[0] for each in letters)
 
 
 def is_run(folder: str | Path) -> bool:
@@ -316,6 +321,7 @@ class Comparison:
         overrides: Mapping[str, Mapping[str, Any]],
         *,
         are_saved: bool = False,
+        seeds: Sequence[int] = (),
     ) -> None:
         self.runs = runs
         """The runs with their summaries, by place on the axis and there by variant."""
@@ -323,6 +329,8 @@ class Comparison:
         self._told = told
         self._overrides = overrides
         self._are_saved = are_saved
+        self.seeds = tuple(seeds)
+        """Of the replications behind each run; empty for one."""
 
     @cached_property
     def relations(self) -> tuple[Relation, ...]:
@@ -341,18 +349,33 @@ class Comparison:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """One row a run: variant, value and position on the axis, and all that its summary has in single values."""
+        """One row a run: variant, value and position on the axis, and all that its summary has in single values.
+
+        Of several replications each is a row, with its number and its seed.
+        """
         import pandas as pd
 
         return pd.DataFrame(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of ``table`` as dicts, all with the same keys."""
-        flat = [{**_flat(run.summary or {}), **_derived(run)} for run in self.runs.runs]
-        keys = dict.fromkeys(key for each in flat for key in each)
+        each = [row for run in self.runs.runs for row in self._single(run)]
+        flat = [{**_flat(run.summary or {}), **_derived(run)} for run, _ in each]
+        keys = dict.fromkeys(key for of_run in flat for key in of_run)
         return [
-            {**self._place(run), **{key: each.get(key) for key in keys}}
-            for run, each in zip(self.runs.runs, flat, strict=True)
+            {**self._place(run), **seed, **{key: of_run.get(key) for key in keys}}
+            for (run, seed), of_run in zip(each, flat, strict=True)
+        ]
+
+    def _single(self, run: ComparedRun) -> list[tuple[ComparedRun, dict[str, int | None]]]:
+        """A run, or its replications one by one."""
+        if not self.seeds:
+            return [(run, {})]
+        if not run.replications:
+            return [(run, {"replication": None, "seed": None})]
+        return [
+            (ComparedRun(run.variant, run.place, summary), {"replication": number, "seed": seed})
+            for number, (seed, summary) in enumerate(zip(self.seeds, run.replications, strict=True))
         ]
 
     def _place(self, run: ComparedRun) -> dict[str, Any]:
@@ -380,6 +403,7 @@ class Comparison:
                 for name in self.runs.variants
             ],
             "axis": None if self.runs.axis is None else asdict(self.runs.axis),
+            **({"replications": {"seeds": list(self.seeds), "confidence": CONFIDENCE}} if self.seeds else {}),
             "metrics": [{**asdict(metric(key)), "label": metric(key).label} for key in self.runs.metrics],
             "runs": [self._run_dict(run) for run in self.runs.runs],
             "relations": [asdict(relation) for relation in self.relations],
@@ -390,14 +414,23 @@ class Comparison:
 
     def _run_dict(self, run: ComparedRun) -> dict[str, Any]:
         changes = {key: self.runs.change(run, key) for key in self.runs.metrics}
-        return {**self._place(run), "changes": changes, "derived": _derived(run), "summary": run.summary}
+        chance = self._chance(run) if self.seeds else {}
+        return {**self._place(run), "changes": changes, **chance, "derived": _derived(run), "summary": run.summary}
+
+    def _chance(self, run: ComparedRun) -> dict[str, Any]:
+        """Of every number the interval of its mean, and of its difference from the baseline's."""
+        keys = [*number_keys(run.summary or {}), *DERIVED]
+        intervals = {key: found.to_dict() for key in keys if (found := run.interval(key)) is not None}
+        differences = {key: self.runs.difference(run, key) for key in keys}
+        told = {key: _difference_dict(found) for key, found in differences.items() if found is not None}
+        return {"intervals": intervals, "differences": told}
 
     @cached_property
     def context(self) -> ComparisonContext:
         """What reports say besides the numbers: what was simulated, which settings are common and which differ."""
         from windtunnel.comparison_context import comparison_context
 
-        return comparison_context(self._told, self.runs, self._described, self._overrides, self._are_saved)
+        return comparison_context(self._told, self.runs, self._described, self._overrides, self._are_saved, self.seeds)
 
     def text(self, *, with_purpose: bool = False) -> str:
         """The answer, and the runs as a table; before them, if asked for, what the scenario teaches."""
@@ -436,6 +469,14 @@ class Comparison:
     def __repr__(self) -> str:
         axis = "" if self.runs.axis is None else f" at {len(self.runs.axis.values)} values of {self.runs.axis.key}"
         return f"<Comparison {self._told.name}: {', '.join(self.runs.variants)}{axis}>"
+
+
+def _difference_dict(found: Difference) -> dict[str, Any]:
+    return {
+        **found.absolute.to_dict(),
+        "share": None if found.share is None else found.share.to_dict(),
+        "is_noise": found.is_noise,
+    }
 
 
 def _derived(run: ComparedRun) -> dict[str, float | None]:

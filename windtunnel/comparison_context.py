@@ -29,12 +29,13 @@ def comparison_context(
     described: Sequence[Mapping[str, Any]],
     overrides: Mapping[str, Mapping[str, Any]],
     are_saved: bool,
+    seeds: Sequence[int] = (),
 ) -> ComparisonContext:
     """The context of these runs; ``described`` are their settings as ``Resolved.describe`` has them, or nothing."""
     known = [each for each in described if each]
     common, differing = _settings(runs, described)
     costs = _distinct(shown_name(each["metadata"]) for each in known)
-    seeds = _distinct(each["seed"] for each in known)
+    of_runs = _distinct(each["seed"] for each in known)
     calibrations = [bool(each["metadata"]["cost_model_calibrated"]) for each in known]
     shared = ReportContext(
         title=told.name,
@@ -46,13 +47,18 @@ def comparison_context(
         cost=known[0]["cost"] if known and all(each["cost"] == known[0]["cost"] for each in known) else {},
         calibrated_by=tuple(_calibrated_by(runs, described)),
         resolved=common,
-        seed=seeds[0] if len(seeds) == 1 else None,
+        seed=of_runs[0] if len(of_runs) == 1 and not seeds else None,
         version=" / ".join(_distinct(each["windtunnel_version"] for each in known)),
         workload=_shared_workload(known),
         notes=tuple(_said(runs, described, "notes")),
-        warnings=(*_cautions(known, are_saved), *failures(runs), *_said(runs, described, "warnings")),
+        warnings=(
+            *_cautions(known, are_saved),
+            *_about_replications(runs),
+            *failures(runs),
+            *_said(runs, described, "warnings"),
+        ),
     )
-    return ComparisonContext(shared, told.description, told.teaches, differing, overrides)
+    return ComparisonContext(shared, told.description, told.teaches, differing, overrides, tuple(seeds))
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
@@ -120,6 +126,26 @@ def _cautions(known: Sequence[Mapping[str, Any]], are_saved: bool) -> Iterator[s
     objectives = [{key: each.get("objectives", {}).get(key) for key in ("slo", "goodput")} for each in known]
     if any(each != objectives[0] for each in objectives):
         yield "The runs have different objectives, so that goodput and the objectives kept are not comparable."
+
+
+def _about_replications(runs: ComparedRuns) -> Iterator[str]:
+    """Where replications say nothing, and where they do not agree."""
+    several = [run for run in runs.runs if run.replications]
+    if not several:
+        return
+    if all(
+        {**own, "seed": None} == {**run.replications[0], "seed": None} for run in several for own in run.replications
+    ):
+        yield (
+            "All replications are alike: nothing here depends on the seed (a trace is replayed, and steps have no "
+            "noise), so that they say nothing of chance."
+        )
+    for run in several:
+        verdicts = [str(own["stability"]).replace("_", " ") for own in run.replications]
+        if len(set(verdicts)) > 1:
+            at = "" if runs.axis is None else f" at {runs.axis.key} {runs.axis.values[run.place]}"
+            counts = ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts))
+            yield f"{run.variant}{at}: replications differ in their verdict ({counts}); {run.verdict} is shown."
 
 
 def _said(runs: ComparedRuns, described: Sequence[Mapping[str, Any]], key: str) -> Iterator[str]:

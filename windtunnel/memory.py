@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from windtunnel.memory_asked import Asked, Source
 from windtunnel.memory_correction import check_correction, correction_of
+from windtunnel.memory_rows import GpuPrice, write_csv, write_parquet
 from windtunnel.memory_settings import (
     check_names,
     check_values,
@@ -30,6 +31,7 @@ from windtunnel.sim.deployment.refusal import RefusedByVllm
 if TYPE_CHECKING:
     import pandas as pd
 
+    from windtunnel.reports.memory_first_screen import Cost
     from windtunnel.reports.memory_text import MemoryRow
 
 SCHEMA_VERSION = 1
@@ -58,6 +60,8 @@ class MemoryReport:
     """What to do where no remedy is known; empty for the usual words."""
     disagreements: tuple[str, ...] = ()
     """Figures of the real start-up's pool that contradict each other; nothing is learnt from it then."""
+    price: GpuPrice | None = None
+    """What a GPU costs, if that was said."""
 
     @property
     def verdict(self) -> str:
@@ -93,6 +97,12 @@ class MemoryReport:
     def users(self) -> Users | None:
         """For requests of ``mean_tokens``, if they were given."""
         return None if self.mean_tokens is None else self.judged.plan.users(self.mean_tokens)
+
+    @property
+    def cost(self) -> Cost | None:
+        """What all GPUs cost in an hour; None without a price."""
+        request = self.judged.plan.request
+        return None if self.price is None else self.price.of(request.gpu.name, request.num_gpus)
 
     @property
     def recommended(self) -> MemoryRequest:
@@ -162,9 +172,17 @@ class MemoryReport:
                 for name, (measured, formula) in self.comparison.items()
             },
             "formula_check": None if self.formula_check is None else self.formula_check.to_dict(),
+            **self.cost_keys,
             "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
+
+    @property
+    def cost_keys(self) -> dict[str, Any]:
+        """Cost for ``to_dict``; nothing without a price."""
+        if self.price is None:
+            return {}
+        return {"cost_per_hour": self.cost.per_hour if self.cost else None, "currency": self.price.currency}
 
     @property
     def host_memory(self) -> dict[str, int]:
@@ -210,13 +228,31 @@ class MemoryReport:
         from windtunnel.reports.memory_text import explanation, plan_text
 
         row = self.row
-        return plan_text(row) + (f"\n{explanation(row)}" if explain else "")
+        return plan_text(row, self.cost) + (f"\n{explanation(row)}" if explain else "")
 
-    def report(self, path: str | Path) -> None:
+    def markdown(self, *, command: str = "") -> str:
+        """The plan as Markdown, for issues and pull requests; ``command`` is the line that makes it again."""
+        from windtunnel.reports.memory_markdown import render_plan_markdown
+
+        return render_plan_markdown(self.row, version=_version(), cost=self.cost, command=command)
+
+    def report(self, path: str | Path, *, command: str = "") -> None:
         """Write one self-contained HTML file with the waterfall.  Raises OSError if it cannot be written."""
         from windtunnel.reports.memory_html import write_plan_html
 
-        write_plan_html(path, self.row, version=_version())
+        write_plan_html(path, self.row, version=_version(), cost=self.cost, command=command)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row of single values: what ``to_csv`` writes."""
+        return [_flat_row(self)]
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write ``rows`` as CSV.  Raises OutputError if it cannot be written."""
+        write_csv(path, self.rows())
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write ``rows`` as Parquet.  Raises OutputError if it cannot be written."""
+        write_parquet(path, self.rows())
 
     def profile(self) -> dict[str, Any]:
         """What a real start-up teaches about this deployment, for ``correction=`` of later plans.
@@ -283,6 +319,7 @@ class SweepPoint:
             **{key: full[key] for key in _POINT_KEYS},
             "planned_max_model_len": full["settings"]["max_model_len"],
             "real_users": None if users is None else users["real"],
+            **self.report.cost_keys,
         }
 
 
@@ -339,13 +376,51 @@ class MemorySweep:
 
         return sweep_text(self.axes, [point.to_dict() for point in self.points], self.notes, self.warnings)
 
-    def report(self, path: str | Path) -> None:
-        """Write one self-contained HTML file with the figures.  Raises OSError if it cannot be written."""
+    @property
+    def currency(self) -> str:
+        """Of the costs; empty without a price."""
+        prices = (point.report.price for point in self.points if point.report is not None)
+        return next((price.currency for price in prices if price is not None), "")
+
+    def report(self, path: str | Path, *, command: str = "") -> None:
+        """Write one self-contained HTML file with the figures; ``command`` is the line that makes the sweep again.
+
+        Raises OSError if it cannot be written.
+        """
         from windtunnel.reports.memory_html import write_sweep_html
 
-        best = self._best()
         points = [point.to_dict() for point in self.points]
-        write_sweep_html(path, self.axes, points, best, self.notes, self.warnings, version=_version())
+        told = {"version": _version(), "currency": self.currency, "command": command}
+        write_sweep_html(path, self.axes, points, self._best(), self.notes, self.warnings, **told)
+
+    def markdown(self, *, command: str = "") -> str:
+        """The sweep as Markdown, for issues and pull requests; ``command`` is the line that makes it again."""
+        from windtunnel.reports.memory_html import sweep_title
+        from windtunnel.reports.memory_markdown import render_sweep_markdown
+
+        points = [point.to_dict() for point in self.points]
+        told = {"version": _version(), "currency": self.currency, "command": command}
+        title = sweep_title(self.axes, self._best())
+        return render_sweep_markdown(self.axes, points, self.notes, self.warnings, title=title, **told)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row of single values for each plan: what ``to_csv`` writes."""
+        rows = [
+            {**point.values, "verdict": point.verdict, "reason": point.error}
+            if point.report is None
+            else {**point.values, **_flat_row(point.report)}
+            for point in self.points
+        ]
+        keys = dict.fromkeys(key for row in rows for key in row)
+        return [{key: row.get(key) for key in keys} for row in rows]
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write ``rows`` as CSV.  Raises OutputError if it cannot be written."""
+        write_csv(path, self.rows())
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write ``rows`` as Parquet.  Raises OutputError if it cannot be written."""
+        write_parquet(path, self.rows())
 
     def _best(self) -> MemoryRow | None:
         """The largest pool that is ok, else that is unsafe."""
@@ -370,6 +445,8 @@ def memory_plan(
     from_metrics: str | Path | None = None,
     from_deployment: str | Path | None = None,
     correction: str | Path | Mapping[str, Any] | None = None,
+    gpu_price: Any = None,
+    currency: str | None = None,
     **settings: Any,
 ) -> MemoryReport:
     """The KV cache that vLLM finds for a model on a GPU, whether it starts, and what would help if not.
@@ -384,6 +461,8 @@ def memory_plan(
     file, Helm values) fill in what is not given; a pool that was measured overrides the formula as long as no setting
     differs from the server's, and corrects it else.  ``correction`` is what ``MemoryReport.profile`` gave, or its file.
 
+    ``gpu_price`` is what one GPU costs in an hour, a number or a table by name, in ``currency`` (USD if None).
+
     Raises ValueError for settings that are unknown, out of range or contradict each other, RefusedByVllm (a ValueError)
     for those that vLLM refuses whatever the memory; MemoryInputUnreadable for files; UnsupportedModel; TypeError for
     what is no value of a setting.
@@ -391,10 +470,13 @@ def memory_plan(
     source = Source.read(from_log, from_metrics, from_deployment, correction)
     given = {"model": model, "gpu": gpu, "engine": engine, "gpu_memory_gib": gpu_memory_gib, **settings}
     given = {name: one_value(name, value) for name, value in given.items()}
-    return _report(Asked.of(given, source), read_mean_tokens(one_value("mean_tokens", mean_tokens)))
+    price = GpuPrice.read(gpu_price, currency)
+    return _report(Asked.of(given, source), read_mean_tokens(one_value("mean_tokens", mean_tokens)), price)
 
 
-def _report(asked: Asked, mean_tokens: int | None, *, with_remedies: bool = True) -> MemoryReport:
+def _report(
+    asked: Asked, mean_tokens: int | None, price: GpuPrice | None, *, with_remedies: bool = True
+) -> MemoryReport:
     judged = asked.judged(with_remedies=with_remedies)
     outside = (text for text in judged.plan.overheads.assumptions if text.startswith(_EXTRAPOLATED))
     return MemoryReport(
@@ -409,6 +491,7 @@ def _report(asked: Asked, mean_tokens: int | None, *, with_remedies: bool = True
         asked.source,
         asked.advice,
         asked.disagreements,
+        price,
     )
 
 
@@ -438,6 +521,8 @@ def memory_sweep(
     from_metrics: str | Path | None = None,
     from_deployment: str | Path | None = None,
     correction: str | Path | Mapping[str, Any] | None = None,
+    gpu_price: Any = None,
+    currency: str | None = None,
     **settings: Any,
 ) -> MemorySweep:
     """``memory_plan`` for every combination of the settings that have several values.
@@ -462,12 +547,13 @@ def memory_sweep(
         )
     source = Source.read(from_log, from_metrics, from_deployment, correction)
     tokens = read_mean_tokens(one_value("mean_tokens", mean_tokens))
+    price = GpuPrice.read(gpu_price, currency)
     points = []
     for combination in product(*values.values()):
         chosen = dict(zip(values, combination, strict=True))
         shown = {name: shown_value(chosen[name]) for name in axes}
         try:
-            report = _report(Asked.of(chosen, source), tokens, with_remedies=False)
+            report = _report(Asked.of(chosen, source), tokens, price, with_remedies=False)
             points.append(SweepPoint(shown, report))
         except RefusedByVllm as error:
             points.append(SweepPoint(shown, None, str(error)))
@@ -489,6 +575,14 @@ def _gathered(told: Sequence[Sequence[str] | None]) -> tuple[str, ...]:
         sentence if len(numbers) == planned else f"{row_words(numbers)}: {sentence}"
         for sentence, numbers in rows.items()
     )
+
+
+def _flat_row(report: MemoryReport) -> dict[str, Any]:
+    """The figures and settings of a plan as single values."""
+    full = report.to_dict()
+    low, high = full["interval_90"]["low"], full["interval_90"]["high"]
+    single = {key: value for key, value in full.items() if not isinstance(value, dict | list)}
+    return {**single, "kv_cache_tokens_low": low, "kv_cache_tokens_high": high, **full["settings"]}
 
 
 def _version() -> str:

@@ -15,8 +15,9 @@ from windtunnel.cli.output import emit, note, warn
 
 if TYPE_CHECKING:
     from windtunnel.comparison import Comparison
-    from windtunnel.comparison_plan import ComparisonPlan, Obstacle, PlannedRun
+    from windtunnel.comparison_plan import ComparisonPlan, PlannedRun
     from windtunnel.sim.metrics.comparison import ComparedRun
+    from windtunnel.trials.obstacle import Obstacle
 
 _WHAT, _RUN, _OUTPUT = "What is compared", "Run", "Output"
 _LISTS = ("objectives", "goodput", "percentiles", "values", "preferred_batch_size")
@@ -93,6 +94,16 @@ def compare(
         ),
     ] = None,
     seed: Annotated[int | None, _flag(_RUN, "--seed", metavar="N", min=0, help="Seed of all randomness.")] = None,
+    reps: Annotated[
+        int,
+        _flag(
+            _RUN,
+            "--reps",
+            metavar="N",
+            min=1,
+            help="Run each N times, with seeds from --seed on, the same for all: differences then have intervals.",
+        ),
+    ] = 1,
     jobs: Annotated[
         int, _flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work; same results.")
     ] = 1,
@@ -123,7 +134,9 @@ def compare(
       windtunnel compare chat-8b-h100 --variant 2k,max_num_batched_tokens=2k --variant 8k,max_num_batched_tokens=8k
                          --over request_rate=5,10,20 --metric output_throughput --metric p99_itl_ms --html rate.html
       windtunnel compare chat-8b-h100 --over 'output=256; exponential:mean=256'
+      windtunnel compare chat-8b-h100 --variant 'a; max_num_seqs=32' --variant 'b; max_num_seqs=64' --reps 10
       windtunnel compare runs/64 runs/32
+      windtunnel compare runs/64-seed0 runs/64-seed1 runs/32-seed0 runs/32-seed1
     """
     is_its_own = not (variant or batching or over)
     options = _Options(as_json, markdown, html, csv, quiet, with_purpose=is_its_own and not quiet)
@@ -132,11 +145,12 @@ def compare(
     _check_outputs(options, targets or ())
     if _are_runs(targets or ()):
         _refuse_with_runs(variant=variant, batching=batching, over=over, set=settings, seed=seed, dry_run=dry_run)
+        _refuse_with_runs(reps=reps > 1)
         from windtunnel.comparison import compare_runs
 
         _finish(compare_runs(targets or (), metrics=metric or (), baseline=baseline), options)
         return
-    plan = _plan(targets or [], variant, batching, over, metric, baseline, settings, seed)
+    plan = _plan(targets or [], variant, batching, over, metric, baseline, settings, seed, reps)
     if dry_run:
         emit(_plan_text(plan, as_json=as_json))
         return
@@ -200,6 +214,7 @@ def _plan(
     baseline: str | None,
     settings: Iterable[str] | None,
     seed: int | None,
+    reps: int,
 ) -> ComparisonPlan:
     from windtunnel.comparison_plan import plan_comparison
     from windtunnel.scenarios.load import Override
@@ -219,6 +234,7 @@ def _plan(
         metrics=metric or (),
         baseline=baseline,
         overrides=common,
+        reps=reps,
     )
 
 
@@ -296,7 +312,8 @@ class _Teller:
     def __call__(self, planned: PlannedRun, run: ComparedRun) -> None:
         self.done += 1
         place = f", {self.plan.axis} {self.plan.value_words(planned.place)}" if self.plan.axis else ""
-        note(f"{self.done} of {len(self.plan.runs)}: {planned.variant}{place}: {run.verdict}")
+        times = f" ({len(self.plan.seeds)} replications)" if self.plan.seeds else ""
+        note(f"{self.done} of {len(self.plan.runs)}: {planned.variant}{place}: {run.verdict}{times}")
 
 
 def _plan_text(plan: ComparisonPlan, *, as_json: bool) -> str:
@@ -322,12 +339,16 @@ def _plan_text(plan: ComparisonPlan, *, as_json: bool) -> str:
                 "values": list(plan.values),
                 "metrics": list(plan.metrics),
                 "baseline": plan.baseline,
+                **({"seeds": list(plan.seeds)} if plan.seeds else {}),
                 "runs": runs,
             }
         )
     sets = [", ".join(f"{key} = {plain(value)}" for key, value in run.overrides.items()) for run in plan.runs]
     rows = [(str(number), run.variant, sets[number - 1]) for number, run in enumerate(plan.runs, 1)]
-    lines = [f"scenario: {plan.scenario.name}", f"metrics: {', '.join(plan.metrics)}", f"baseline: {plan.baseline}", ""]
+    lines = [f"scenario: {plan.scenario.name}", f"metrics: {', '.join(plan.metrics)}", f"baseline: {plan.baseline}"]
+    if plan.seeds:
+        lines.append(f"replications of each run: {len(plan.seeds)}, seeds {plan.seeds[0]} to {plan.seeds[-1]}")
+    lines.append("")
     return "\n".join([*lines, *table([("run", "variant", "sets"), *rows]), *_told(plan, obstacles)])
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,12 @@ _NOT_SETTINGS = (
     "save_correction",
     "as_json",
     "explain",
+    "markdown",
     "html",
+    "csv",
+    "parquet",
+    "gpu_price",
+    "currency",
     "quiet",
 )
 
@@ -190,7 +196,24 @@ def memory(
     explain: Annotated[
         bool, _flag(_OUTPUT, "--explain", help="Every formula with its numbers, every assumption.")
     ] = False,
+    gpu_price: Annotated[
+        list[str] | None,
+        _flag(
+            _OUTPUT,
+            "--gpu-price",
+            metavar="PRICE",
+            help="Price of one GPU for an hour: 2.49, or h100-sxm=2.49 (repeatable); then costs are shown.",
+        ),
+    ] = None,
+    currency: Annotated[
+        str | None, _flag(_OUTPUT, "--currency", metavar="WORD", help="What prices are in, if not USD.")
+    ] = None,
     as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print JSON.")] = False,
+    markdown: Annotated[bool, _flag(_OUTPUT, "--markdown", help="Print Markdown, for a pull request.")] = False,
+    csv: Annotated[
+        Path | None, _flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a plan with all of its numbers.")
+    ] = None,
+    parquet: Annotated[Path | None, _flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
     html: Annotated[
         Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
     ] = None,
@@ -208,6 +231,7 @@ def memory(
       windtunnel memory --model llama-3.1-8b --gpu h100
       windtunnel memory --model qwen3-32b --gpu l40s -tp 2 --max-model-len 32k --explain
       windtunnel memory --model llama-3.3-70b --gpu h100 -tp 2,4,8 --kv-cache-dtype auto,fp8 --html memory.html
+      windtunnel memory --model llama-3.3-70b --gpu h100 -tp 4 --gpu-price 2.49 --markdown >> pull-request.md
       windtunnel memory --model llama-3.1-8b --gpu a10g --gpu-memory-utilization 0.80:0.98:0.02
       windtunnel memory --from-log vllm.log --gpu h100 --save-correction ours.json
     """
@@ -218,18 +242,28 @@ def memory(
         "from_deployment": from_deployment,
         "correction": correction,
         "mean_tokens": mean_tokens,
+        "gpu_price": gpu_price or None,
+        "currency": currency,
     }
-    _check_outputs((html, save_correction), (model, from_log, from_metrics, from_deployment, _file_of(from_deployment)))
+    if as_json and markdown:
+        raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
+    outputs = {"--html": html, "--csv": csv, "--parquet": parquet, "--save-correction": save_correction}
+    _check_outputs(outputs, (model, from_log, from_metrics, from_deployment, _file_of(from_deployment)))
     if save_correction is not None:
         _check_correction_file(save_correction)
     result = _planned(settings, files)
     if save_correction is not None:
         _save(result, save_correction)
-    if html is not None:
-        _write_html(result, html)
-        if not quiet:
-            note(f"wrote {html}")
-    _print(result, as_json=as_json, explain=explain)
+    command = _command(ctx)
+    for path, write in ((csv, result.to_csv), (parquet, result.to_parquet), (html, _html_writer(result, command))):
+        if path is not None:
+            write(path)
+            if not quiet:
+                note(f"wrote {path}")
+    if markdown:
+        emit(result.markdown(command=command).rstrip("\n"))
+    else:
+        _print(result, as_json=as_json, explain=explain)
     if result.is_infeasible:
         raise typer.Exit(EXIT_INFEASIBLE)
 
@@ -259,8 +293,34 @@ def _file_of(deployment: str | None) -> str | None:
     return (deployment or "").rpartition("#")[0] or None
 
 
-def _check_outputs(paths: Sequence[Path | None], inputs: Sequence[Any]) -> None:
-    given = [path for path in paths if path is not None]
+_NOT_IN_COMMAND = ("as_json", "markdown", "html", "csv", "parquet", "save_correction", "explain", "quiet")
+
+
+def _command(ctx: typer.Context) -> str:
+    """The command line that makes the same plan again."""
+    words = ["windtunnel", "memory"]
+    for name, value in ctx.params.items():
+        if value in (None, (), []) or name in _NOT_IN_COMMAND:
+            continue
+        flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+        each = value if isinstance(value, list | tuple) else [value]
+        words += [flag] if isinstance(value, bool) else [word for one in each for word in (flag, str(one))]
+    return shlex.join(words)
+
+
+def _html_writer(result: MemoryReport | MemorySweep, command: str) -> Callable[[Path], None]:
+    from windtunnel.rundir import writing
+
+    def write(path: Path) -> None:
+        with writing(path):
+            result.report(path, command=command)
+
+    return write
+
+
+def _check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[Any]) -> None:
+    named = {flag: path for flag, path in outputs.items() if path is not None}
+    given = list(named.values())
     if not given:
         return
     from windtunnel.rundir import check_can_write_file
@@ -271,7 +331,9 @@ def _check_outputs(paths: Sequence[Path | None], inputs: Sequence[Any]) -> None:
         if path.resolve() in read:
             raise typer.BadParameter(f"{path} is read for this plan: name another file to write to")
     if len({path.resolve() for path in given}) < len(given):
-        raise typer.BadParameter(f"--html and --save-correction both name {given[0]}: give them different names")
+        twice = next(path for path in given if [each.resolve() for each in given].count(path.resolve()) > 1)
+        flags = [flag for flag, path in named.items() if path.resolve() == twice.resolve()]
+        raise typer.BadParameter(f"{' and '.join(flags)} both name {twice}: give them different names")
 
 
 def _check_correction_file(path: Path) -> None:
@@ -299,13 +361,6 @@ def _save(result: MemoryReport | MemorySweep, path: Path) -> None:
         raise typer.BadParameter(str(error), param_hint="--save-correction") from None
     with writing(path), atomic_writer(path) as file:
         file.write(to_json(learnt) + "\n")
-
-
-def _write_html(result: MemoryReport | MemorySweep, path: Path) -> None:
-    from windtunnel.rundir import writing
-
-    with writing(path):
-        result.report(path)
 
 
 def _print(result: MemoryReport | MemorySweep, *, as_json: bool, explain: bool) -> None:

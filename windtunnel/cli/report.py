@@ -19,6 +19,9 @@ def report(
         typer.Option("--html", metavar="FILE", help="Write one self-contained HTML file.", show_default=False),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+    evictions: Annotated[
+        bool, typer.Option("--evictions", help="Print every preemption: who lost what for whom, and how full it was.")
+    ] = False,
 ) -> None:
     """Show a saved run: as a table, as Markdown, or as an HTML file that works offline.
 
@@ -27,6 +30,7 @@ def report(
       windtunnel report runs/64
       windtunnel report runs/64 --html report.html
       windtunnel report runs/64 --markdown >> pull-request.md
+      windtunnel report runs/64 --evictions | less
     """
     from windtunnel.api import load_run
     from windtunnel.rundir import check_can_write_file
@@ -35,5 +39,11 @@ def report(
     if html is not None:
         check_can_write_file(html)
         run.report(html)
-    if markdown or html is None:
+    if evictions:
+        if markdown:
+            raise typer.BadParameter("give one of them", param_hint="--markdown, --evictions")
+        from windtunnel.reports.economics import eviction_lines
+
+        emit("\n".join(eviction_lines(run.records, run.context.label)))
+    elif markdown or html is None:
         emit((run.markdown() if markdown else run.text()).rstrip("\n"))
