@@ -1,0 +1,1 @@
+"""What-if over any settings: a sweep of simulations with replications, and which setting matters most."""

@@ -1,0 +1,78 @@
+"""The runs of a sweep, done by whoever is there, each kept as soon as it is finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windtunnel.rundir import OutputError
+from windtunnel.sweeping.plan import PlannedPoint
+from windtunnel.trials.trial import trial_of
+from windtunnel.workers import Done, Store, Workers
+
+if TYPE_CHECKING:
+    from windtunnel.scenarios.load import Loaded
+
+Tell = Callable[[Done], None]
+RESULTS_FOLDER = "results"
+"""Of a sweep's folder: what is kept of its runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """By whom runs are done, where they are kept, and who is told."""
+
+    workers: Workers
+    store: Store | None = None
+    tell: Tell | None = None
+
+
+@contextmanager
+def prepared(
+    jobs: int | None,
+    *,
+    ray: str | None = None,
+    folder: Path | None = None,
+    resume: bool = False,
+    tell: Tell | None = None,
+) -> Iterator[How]:
+    """Workers and, in a folder, the place that keeps their results.
+
+    Raises OutputError for a folder that holds a sweep already unless ``resume`` is set, or anything else; StoreInUse
+    if another process works in it.
+    """
+    if folder is not None:
+        check_folder(folder, resume=resume)
+    with ExitStack() as open_things:
+        store = None if folder is None else open_things.enter_context(Store(folder / RESULTS_FOLDER))
+        yield How(open_things.enter_context(Workers(jobs, ray=ray)), store, tell)
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Raises OutputError unless it is new, empty, or holds a sweep that is to be resumed."""
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} is a file: name a folder to write into")
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if RESULTS_FOLDER in found:
+        if not resume:
+            raise OutputError(f"{folder} holds a sweep already: add --resume to go on with it, or name another folder")
+    elif found:
+        raise OutputError(f"{folder} is not empty ({found[0]}) and holds no sweep: name another folder")
+
+
+def run_points(points: Sequence[PlannedPoint], seeds: Sequence[int], how: How) -> list[list[dict[str, Any]]]:
+    """For each point what its runs came to, by seed; the seeds are the same everywhere (common random numbers).
+
+    Points that vLLM would not start have the reason under ``infeasible``.  Raises as ``resolve`` for all else that is
+    wrong, WorkerDied if processes die again and again; what is finished by then is kept.
+    """
+    jobs = [trial_of(_with_seed(point.loaded, seed)) for point in points for seed in seeds]
+    results = list(how.workers.map(jobs, store=how.store, tell=how.tell))
+    return [results[start : start + len(seeds)] for start in range(0, len(results), len(seeds))]
+
+
+def _with_seed(loaded: Loaded, seed: int) -> Loaded:
+    return replace(loaded, scenario=loaded.scenario.model_copy(update={"seed": seed}))
