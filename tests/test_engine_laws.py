@@ -12,6 +12,7 @@ from strategies import scheduler_configs, workloads
 
 from windtunnel.sim.cost.constant import AffineCost, ConstantCost
 from windtunnel.sim.engine.config import SchedulerConfig
+from windtunnel.sim.engine.keys import StreamKeys
 from windtunnel.sim.engine.per_request import PerRequestScheduler
 from windtunnel.sim.engine.plan import StepPlan, StepResult
 from windtunnel.sim.engine.request import Request, Status
@@ -397,3 +398,26 @@ def test_an_aborted_request_frees_its_blocks_at_once_in_every_state() -> None:
     scheduler.abort(waiting)  # twice does no harm
     assert scheduler.pool.num_free == 19
     assert scheduler.schedule(2).is_empty
+
+
+def test_a_request_that_leaves_in_mid_step_leaves_its_findable_blocks_in_order() -> None:
+    """Decided ahead (asynchronous scheduling), blocks of its output are findable before their tokens are known."""
+    config = SchedulerConfig(
+        max_num_seqs=2,
+        num_gpu_blocks=40,
+        block_size=1,
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        async_scheduling=True,
+    )
+    scheduler = Scheduler(config)
+    request = Request(0, 0, 5, 20, keys=StreamKeys(((0, 25),), 1, 1))
+    scheduler.add(request)
+    under_way = [scheduler.schedule(0)]
+    for _ in range(4):
+        under_way.append(scheduler.schedule(0))
+        scheduler.commit(under_way.pop(0), 1)
+    scheduler.schedule(0)
+    scheduler.abort(request)
+    assert sorted(scheduler.pool.take(config.num_usable_blocks)) == list(range(1, 40))
+    assert scheduler.pool.num_keys == 0

@@ -292,7 +292,9 @@ class VllmStepper:
                 decodes += 1
                 context += computed + 1
             if computed < request.high_water_tokens:
-                request.num_recomputed_tokens += min(request.high_water_tokens, computed + num_tokens) - computed
+                again = min(request.high_water_tokens, computed + num_tokens) - computed
+                request.num_recomputed_tokens += again
+                plan.num_recomputed_tokens += again
         for request in sampling:
             self._prefilling.pop(request, None)
         plan.shape = StepShape(decodes, context, len(plan.chunks), tokens, cached, pairs, len(samples))

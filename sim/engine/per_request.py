@@ -260,8 +260,9 @@ class PerRequestScheduler(Scheduler):
                 pairs += num_tokens * computed + num_tokens * (num_tokens + 1) // 2
             sampled += samples + plan.num_drafts.get(request, 0)
             if computed < request.high_water_tokens:
-                lost = min(request.high_water_tokens, computed + num_tokens)
-                request.num_recomputed_tokens += lost - computed
+                again = min(request.high_water_tokens, computed + num_tokens) - computed
+                request.num_recomputed_tokens += again
+                plan.num_recomputed_tokens += again
             request.base += num_tokens
             progress.num_in_flight += num_tokens
             progress.is_chunk = not samples

@@ -80,7 +80,17 @@ class StepPlan:
     Decoding requests are not listed one by one; ``Scheduler.scheduled_tokens`` does that for those who need it.
     """
 
-    __slots__ = ("admissions", "chunks", "grown", "left_out", "number", "owed", "preemptions", "shape")
+    __slots__ = (
+        "admissions",
+        "chunks",
+        "grown",
+        "left_out",
+        "num_recomputed_tokens",
+        "number",
+        "owed",
+        "preemptions",
+        "shape",
+    )
 
     rejections: Sequence[Request] = ()
     """Requests that the decision refused because they had waited too long.  Only some schedulers do that."""
@@ -106,6 +116,8 @@ class StepPlan:
         """Running requests that get nothing in this step: the budget ran out or the decision broke off before them."""
         self.owed: list[Request] = []
         """Requests that yield a token in this step but have left the decode set since it was decided."""
+        self.num_recomputed_tokens = 0
+        """Tokens of this step that had been computed before and were thrown away by a preemption."""
         self.shape = EMPTY_SHAPE
 
     @property

@@ -118,7 +118,7 @@ class Scheduler:
         plan = StepPlan(self.decoding.clock)
         threshold = self._chunk_limit()
         left = self._grant_running(plan, threshold)
-        if left > 0 and not plan.preemptions and len(self.waiting):
+        if left > 0 and not plan.preemptions:
             self._admit_waiting(plan, left, threshold, now_ns)
         self._close(plan)
         return plan
@@ -205,7 +205,7 @@ class Scheduler:
         limit = self.config.long_prefill_token_threshold
         if not limit:
             return 0
-        num_requests = len(self.running) + len(self.waiting)
+        num_requests = self.num_requests
         if not num_requests or (num_requests == 1 and self.config.long_prefill_spares_lone_request):
             return 0
         if self.config.long_prefill_token_threshold_adaptive:
@@ -345,25 +345,31 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan, left: int, threshold: int, now_ns: int) -> None:
         """Admit from the head of the queue while budget, seats and blocks last; nobody overtakes."""
-        waiting = self.waiting
-        while left > 0 and len(waiting) and len(self.running) < self._max_running:
-            request = waiting.head()
-            hits = self._lookup(request)
-            cached = len(hits) * self.config.block_size
-            num_tokens = request.num_prompt_tokens + request.num_emitted - cached
-            if 0 < threshold < num_tokens:
-                num_tokens = threshold
-            if num_tokens > left:
-                if not self.config.enable_chunked_prefill:
-                    return
-                num_tokens = left
-            num_new = self._num_admission_blocks(request, hits, cached + num_tokens)
-            if num_new is None:
+        while left > 0 and len(self.waiting) and len(self.running) < self._max_running:
+            num_tokens = self._admit_head(plan, left, threshold, now_ns)
+            if not num_tokens:
                 return
-            waiting.pop_head()
-            self._admit(plan, request, hits, now_ns)
-            self._give_chunk(plan, request, num_tokens, num_new)
             left -= num_tokens
+
+    def _admit_head(self, plan: StepPlan, left: int, threshold: int, now_ns: int) -> int:
+        """Admit the head of the queue; returns the tokens that it is given, 0 if it has to wait."""
+        request = self.waiting.head()
+        hits = self._lookup(request)
+        cached = len(hits) * self.config.block_size
+        num_tokens = request.num_prompt_tokens + request.num_emitted - cached
+        if 0 < threshold < num_tokens:
+            num_tokens = threshold
+        if num_tokens > left:
+            if not self.config.enable_chunked_prefill:
+                return 0
+            num_tokens = left
+        num_new = self._num_admission_blocks(request, hits, cached + num_tokens)
+        if num_new is None:
+            return 0
+        self.waiting.pop_head()
+        self._admit(plan, request, hits, now_ns)
+        self._give_chunk(plan, request, num_tokens, num_new)
+        return num_tokens
 
     def _lookup(self, request: Request) -> list[int]:
         """Cached blocks of the request's beginning; its last known token is always computed anew."""
@@ -430,7 +436,9 @@ class Scheduler:
             num_sampled += samples
             request.base += num_tokens
             if computed < request.high_water_tokens:
-                request.num_recomputed_tokens += min(request.high_water_tokens, request.base) - computed
+                again = min(request.high_water_tokens, request.base) - computed
+                request.num_recomputed_tokens += again
+                plan.num_recomputed_tokens += again
         plan.shape = StepShape(num_decode, context, len(plan.chunks), tokens, cached, pairs, num_sampled)
         self._under_way.append(plan)
         decoding.advance()
@@ -475,6 +483,14 @@ class Scheduler:
             self._end_span(request)
         else:
             self.prefilling.pop(request, None)
+        self._give_back(request, num_full)
+
+    def _give_back(self, request: Request, num_full: int) -> None:
+        """Give its blocks back, of which ``num_full`` hold full prefixes.
+
+        What can be found counts as full: a request that goes while its newest tokens are under way has such blocks.
+        """
+        num_full = max(num_full, request.num_findable_blocks)
         self.pool.release(request.block_ids, request.num_findable_blocks, num_full)
         request.block_ids = []
         request.num_findable_blocks = 0
