@@ -231,6 +231,8 @@ def _sent_at(planned: Workload, sent_ns: IntArray, order: IntArray) -> Workload:
         content=None if content is None else tuple(content[row] for row in order.tolist()),
         num_streams=planned.num_streams,
         request_timeout_ns=planned.request_timeout_ns,
+        tenant=None if planned.tenant is None else planned.tenant[order],
+        tenants=planned.tenants,
         source=planned.source,
     )
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from windtunnel.reports.economics import preemption_sentence
+from windtunnel.reports.fleet import fleet_sentences
 from windtunnel.reports.reasons import slow_tokens, waiting
 from windtunnel.reports.text import measured_value
 from windtunnel.reports.words import count, milliseconds, percent, plural, verb
@@ -45,6 +47,7 @@ def answer(records: Records, summary: Summary) -> Answer:
         *waiting(records, missed),
         slow_tokens(records, missed),
         _preemptions(records, summary),
+        "" if summary.fleet is None else " ".join(fleet_sentences(summary.fleet)),
     )
     tone = "bad" if missed else TONES[summary.stability.verdict]
     return Answer(_headline(summary), tuple(sentence for sentence in sentences if sentence), tone)
@@ -166,8 +169,8 @@ def _preemptions(records: Records, summary: Summary) -> str:
     text = (
         f"{plural(stats.num_preemptions, 'preemption')} hit {plural(stats.num_preempted_requests, 'request')}: "
         f"{plural(twice, 'token')} {verb(twice, 'was', 'were')} computed again, {percent(stats.recomputed_share)} of "
-        "all prefill work."
-    )
+        f"all prefill work. {preemption_sentence(summary.economics)}"
+    ).rstrip()
     fits = requests_that_fit(records)
     if fits and summary.load.num_running_peak > fits:
         text += (

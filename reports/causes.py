@@ -111,6 +111,14 @@ class _Passed:
         return passed
 
 
+class _Moved(NamedTuple):
+    """A prompt's cache that went from one replica to another."""
+
+    sender: int
+    prefilled_ns: int
+    end_ns: int
+
+
 class PrefillWork(NamedTuple):
     """What the steps computed in which requests had their prompts computed, means per request."""
 
@@ -204,7 +212,8 @@ class Causes:
             return "rejected on arrival"
         if table.arrival_ns[row] < 0:
             return "never sent: the run ended before its turn"
-        parts = [*self._client(row), *self._queue(row), *self._prefill(row), *self._stalls(row), *self._decode(row)]
+        before = [*self._client(row), *self._router(row), *self._queue(row)]
+        parts = [*before, *self._prefill(row), *self._stalls(row), *self._decode(row)]
         return _largest(parts) + self._ending(row)
 
     def why_first_token(self, row: int) -> str:
@@ -216,10 +225,12 @@ class Causes:
         if table.arrival_ns[row] < 0 or table.outcome[row] == Outcome.REJECTED:
             return self.why(row)
         ending = "" if table.first_token_ns[row] >= 0 else " (without a token until the end of the run)"
-        return _largest([*self._queue(row), *self._prefill(row)]) + ending
+        return _largest([*self._router(row), *self._queue(row), *self._prefill(row)]) + ending
 
     def _ending(self, row: int) -> str:
         outcome = Outcome(int(self._records.requests.outcome[row]))
+        if outcome is Outcome.LOST:
+            return " (lost with its replica)"
         return "" if outcome is Outcome.FINISHED else f" ({outcome.name.lower()} at the end of the run)"
 
     def _client(self, row: int) -> list[tuple[int, str]]:
@@ -227,12 +238,50 @@ class Causes:
         held_ns = int(table.arrival_ns[row] - table.due_ns[row])
         return [(held_ns, f"held {nanoseconds(held_ns)} at the client's limit")] if held_ns > 0 else []
 
+    def _router(self, row: int) -> list[tuple[int, str]]:
+        """What a fleet's request spent before its replica, and at replicas that went away."""
+        came = int(self._records.requests.arrival_ns[row])
+        sent = self._sent_ns(row)
+        if sent is None:
+            return []
+        if not len(sent):
+            waited_ns = self._time(int(self._records.requests.finish_ns[row])) - came
+            return [(waited_ns, f"waited {nanoseconds(waited_ns)} at the router")]
+        waited_ns, lost_ns = int(sent[0]) - came, int(sent[-1] - sent[0])
+        parts = [(waited_ns, f"waited {nanoseconds(waited_ns)} at the router")] if waited_ns else []
+        if len(sent) > 1 and self._moved(row) is None:
+            lost = f"lost {nanoseconds(lost_ns)} with {plural(len(sent) - 1, 'replica')} that went away"
+            parts.append((lost_ns, lost))
+        return parts
+
+    def _sent_ns(self, row: int) -> IntArray | None:
+        """When the router handed the request to each of its replicas; None without a fleet."""
+        fleet = self._records.fleet
+        if fleet is None:
+            return None
+        times: IntArray = fleet.stays.sent_ns[fleet.stays.request == self._records.requests.request[row]]
+        return times
+
+    def _moved(self, row: int) -> _Moved | None:
+        """How the request's cache went from a prefill to a decode replica; None if it did not."""
+        table = None if self._records.fleet is None else self._records.fleet.transfers
+        if table is None:
+            return None
+        found = np.flatnonzero(table.request == self._records.requests.request[row])
+        if not len(found):
+            return None
+        at = int(found[0])
+        return _Moved(int(table.sender[at]), int(table.prefilled_ns[at]), self._time(int(table.end_ns[at])))
+
     def _queue(self, row: int) -> list[tuple[int, str]]:
         table = self._records.requests
         start, end = int(table.arrival_ns[row]), self._time(int(table.scheduled_ns[row]))
+        sent, moved = self._sent_ns(row), self._moved(row)
+        if sent is not None:
+            start = int(sent[-1 if moved is None else 0]) if len(sent) else end
         if end <= start:
             return []
-        replica = max(int(table.replica[row]), 0)
+        replica = max(int(table.replica[row]), 0) if moved is None else moved.sender
         steps, causes = self._records.replicas[replica].steps, self._causes[replica]
         low, high = np.searchsorted(steps.end_ns, start, "right"), np.searchsorted(steps.start_ns, end, "left")
         overlap = _overlap(steps.start_ns[low:high], steps.end_ns[low:high], start, end)
@@ -252,6 +301,13 @@ class Causes:
         cached = int(table.num_cached_tokens[row])
         known = f", {cached:,} of them cached," if cached else ""
         prompt = f"{plural(int(table.num_prompt_tokens[row]), 'prompt token')}{known}"
+        moved = self._moved(row)
+        if moved is not None:
+            computed_ns, came_ns = moved.prefilled_ns - start, moved.end_ns - moved.prefilled_ns
+            return [
+                (computed_ns, f"prefill of {prompt} took {nanoseconds(computed_ns)}"),
+                (came_ns, f"its cache took {nanoseconds(came_ns)} to get to the decode replica"),
+            ]
         told = f"prefill of {prompt} took {nanoseconds(end - start)} over {self._steps_of_prefill(row)}"
         return [(end - start, told)]
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from windtunnel.sim.records import IntArray
+
 
 class ResolvedValue(NamedTuple):
     """One setting as the run used it."""
@@ -47,6 +49,11 @@ class ReportContext:
     """What a reader must know before believing the numbers, besides the summary's own."""
     labels: tuple[str, ...] | None = None
     """Names of the requests, by row; None calls them by number."""
+
+    tenants: tuple[str, ...] = ()
+    """Names of the tenants."""
+    tenant: IntArray | None = None
+    """Per row the place of its tenant in ``tenants``; None where there are none."""
 
     @property
     def calibration(self) -> str:

@@ -11,8 +11,28 @@ import numpy as np
 from windtunnel.reports.answer import answer
 from windtunnel.reports.causes import Causes, worst_requests
 from windtunnel.reports.context import ReportContext
-from windtunnel.reports.figures import Figure, figures, time_axis
+from windtunnel.reports.economics import (
+    HOW_IT_IS_SPLIT,
+    PAIR_HEADS,
+    VICTIM_HEADS,
+    WHAT_A_STALL_IS,
+    cost_rows,
+    has_bill,
+    money,
+    pair_cells,
+    preemption_rows,
+    stall_figure,
+    victim_cells,
+)
+from windtunnel.reports.figures import Axis, Figure, figures, time_axis
 from windtunnel.reports.files import atomic_writer
+from windtunnel.reports.fleet import (
+    event_table,
+    fleet_figures,
+    fleet_rows,
+    pool_table,
+    replica_table,
+)
 from windtunnel.reports.page import (
     answer_box,
     badge,
@@ -33,9 +53,12 @@ from windtunnel.reports.page import (
     table,
     warning_box,
 )
+from windtunnel.reports.tenants import tenant_heads, tenant_rows, tenant_sentences, tenants_figure
 from windtunnel.reports.text import measured, render_text
+from windtunnel.reports.transfers import transfer_rows, transfer_sentences
 from windtunnel.reports.words import NOTHING, count, milliseconds, nanoseconds, percent
 from windtunnel.sim.metrics import LatencyStats, Summary
+from windtunnel.sim.metrics.economics import EvictionLog, eviction_log
 from windtunnel.sim.metrics.summary import percent_word
 from windtunnel.sim.records import Records
 
@@ -43,12 +66,16 @@ NUM_WORST = 20
 NUM_SHOWN = 5
 """Rows of a long table that are always shown; the others are behind a fold."""
 NUM_EVICTIONS = 12
+NUM_REPLICAS = 10
 
 SECTIONS = (
     ("load", "KV cache, queue and steps"),
     ("latency", "Latencies"),
     ("preemptions", "Preemptions"),
+    ("tenants", "Tenants"),
+    ("fleet", "Fleet"),
     ("work", "Where the work went"),
+    ("cost", "Cost and energy"),
     ("worst", "Worst requests"),
     ("how", "How it was run"),
     ("numbers", "All numbers"),
@@ -69,6 +96,11 @@ def write_html(path: str | Path, records: Records, summary: Summary, context: Re
 
 def _page(records: Records, summary: Summary, context: ReportContext) -> Iterator[str]:
     drawn = figures(records, summary)
+    if summary.economics.preemption is not None:
+        drawn.append(stall_figure(records))
+    if summary.tenants is not None and context.tenant is not None:
+        drawn.append(tenants_figure(records, context.tenants, context.tenant))
+    drawn += fleet_figures(records)
     yield from page_head(context.title, skip_to="load")
     yield from header(context)
     yield "<main>"
@@ -77,7 +109,10 @@ def _page(records: Records, summary: Summary, context: ReportContext) -> Iterato
     yield from _load(drawn)
     yield from _latency(drawn, summary)
     yield from _preemptions(records, summary, context, drawn)
+    yield from _tenants(summary, drawn)
+    yield from _fleet(summary, drawn)
     yield from _work(summary)
+    yield from _cost(summary)
     yield from _worst(records, context)
     yield from _how(context)
     yield from _numbers(summary, context)
@@ -115,6 +150,10 @@ def _cards(summary: Summary) -> Iterator[str]:
         else "nothing recomputed"
     )
     yield _card("Preemptions", f"{preemption.num_preemptions:,}", lost)
+    cost = summary.economics
+    if cost.cost is not None:
+        per_million = f"{money(cost.cost_per_million_tokens, cost.currency)} per million tokens"
+        yield _card("Cost per hour", money(cost.cost_per_hour, cost.currency), per_million)
     rho = "rho unknown" if load.utilisation is None else f"rho {load.utilisation:.2f}"
     yield _card("Verdict", summary.stability.verdict.replace("_", " "), rho)
     if summary.slo:
@@ -155,7 +194,13 @@ def _objectives(summary: Summary) -> Iterator[str]:
 
 
 def _navigation(summary: Summary) -> Iterator[str]:
-    is_there = {"preemptions": summary.preemption.num_preemptions > 0, "work": _has_waste(summary)}
+    is_there = {
+        "preemptions": summary.preemption.num_preemptions > 0,
+        "tenants": summary.tenants is not None,
+        "fleet": summary.fleet is not None,
+        "work": _has_waste(summary),
+        "cost": has_bill(summary.economics),
+    }
     yield from navigation([item for item in SECTIONS if is_there.get(item[0], True)])
 
 
@@ -187,35 +232,111 @@ def _preemptions(records: Records, summary: Summary, context: ReportContext, dra
     if not summary.preemption.num_preemptions:
         return
     yield section("preemptions", "Preemptions")
-    yield from (figure(each) for each in drawn if each.name == "preemptions")
+    yield from (figure(each) for each in drawn if each.name in ("preemptions", "stalls"))
+    yield from _what_preemptions_cost(summary, context)
     rows = _evictions(records, context)
     total = summary.preemption.num_preemptions
     which = "All of them" if total <= NUM_EVICTIONS else f"The {NUM_EVICTIONS} of {total:,} that threw away the most"
-    yield f'<h3>Who lost blocks for whom</h3><p class="lead">{which}, in order of time.</p>'
-    heads = ("Time", "Preempted", "For", "Tokens lost", "Blocks given back", "Free afterwards")
+    yield f'<h3>One by one</h3><p class="lead">{which}, in order of time.</p>'
+    heads = ("Time", "Preempted", "Its nth", "For", "Tokens lost", "Blocks given back", "KV usage before", "after")
     yield from folded_table(heads, rows, "stack snug", num_shown=NUM_SHOWN)
     yield "</section>"
 
 
+def _what_preemptions_cost(summary: Summary, context: ReportContext) -> Iterator[str]:
+    """The bill, and who lost the most for whom."""
+    own = summary.economics.preemption
+    if own is None:
+        return
+    yield f'<h3>What they cost</h3><p class="lead">{escape(WHAT_A_STALL_IS)}</p>'
+    rows = [(cell(name), cell(value, "number")) for name, value in preemption_rows(summary.economics)]
+    yield from table(("What", "Value"), rows, "stack snug")
+    yield '<h3>Who lost the most for whom</h3><p class="lead">Over the whole run.</p>'
+    pairs = [_cells(pair_cells(pair, context.label), num_words=2) for pair in own.pairs]
+    yield from folded_table(PAIR_HEADS, pairs, "stack snug", num_shown=NUM_SHOWN)
+    yield '<h3>Who lost the most</h3><p class="lead">Requests, with all that they lost.</p>'
+    victims = [_cells(victim_cells(victim, context.label), num_words=1) for victim in own.victims]
+    yield from folded_table(VICTIM_HEADS, victims, "stack snug", num_shown=NUM_SHOWN)
+
+
+def _cells(texts: tuple[str, ...], num_words: int) -> tuple[str, ...]:
+    """Cells of which the first are words and the others numbers."""
+    return tuple(cell(text) if k < num_words else cell(text, "number") for k, text in enumerate(texts))
+
+
 def _evictions(records: Records, context: ReportContext) -> list[tuple[str, ...]]:
-    axis = time_axis(records)
-    found: list[tuple[int, int, tuple[str, ...]]] = []
-    for replica in records.replicas:
-        table = replica.preemptions
-        for k in np.argsort(-table.num_computed_tokens, kind="stable")[:NUM_EVICTIONS].tolist():
-            victim, needy = int(table.request[k]), int(table.for_request[k])
-            lost = int(table.num_computed_tokens[k])
-            cells = (
-                cell(axis.say(int(table.time_ns[k])), "number"),
-                cell(context.label(victim)),
-                cell("itself" if needy == victim else context.label(needy)),
-                cell(f"{lost:,}", "number"),
-                cell(f"{int(table.num_blocks[k]):,}", "number"),
-                cell(f"{int(table.num_free_blocks[k]):,}", "number"),
-            )
-            found.append((lost, int(table.time_ns[k]), cells))
-    most = sorted(found, key=lambda item: -item[0])[:NUM_EVICTIONS]
-    return [cells for _, _, cells in sorted(most, key=lambda item: item[1])]
+    """The preemptions that threw away the most, in order of time."""
+    axis, log = time_axis(records), eviction_log(records)
+    most = np.sort(np.argsort(-log.lost_tokens, kind="stable")[:NUM_EVICTIONS])
+    return [_eviction(log, k, axis, context) for k in most.tolist()]
+
+
+def _eviction(log: EvictionLog, k: int, axis: Axis, context: ReportContext) -> tuple[str, ...]:
+    victim, needy = int(log.request[k]), int(log.for_request[k])
+    return (
+        cell(axis.say(int(log.time_ns[k])), "number"),
+        cell(context.label(victim)),
+        cell(f"{int(log.number[k]):,}", "number"),
+        cell("itself" if needy == victim else context.label(needy)),
+        cell(f"{int(log.lost_tokens[k]):,}", "number"),
+        cell(f"{int(log.lost_blocks[k]):,}", "number"),
+        cell(percent(float(log.usage_before[k])), "number"),
+        cell(percent(float(log.usage_after[k])), "number"),
+    )
+
+
+def _cost(summary: Summary) -> Iterator[str]:
+    """Money and energy; left out without a price and without watts."""
+    if not has_bill(summary.economics):
+        return
+    yield section("cost", "Cost and energy")
+    yield '<p class="lead">By the price and the watts that were given; nothing is assumed.</p>'
+    rows = [(cell(name), cell(value, "number")) for name, value in cost_rows(summary.economics)]
+    yield from table(("What", "Value"), rows, "stack snug")
+    yield f"<p>{escape(HOW_IT_IS_SPLIT)}</p>"
+    yield "</section>"
+
+
+def _tenants(summary: Summary, drawn: list[Figure]) -> Iterator[str]:
+    if summary.tenants is None:
+        return
+    yield section("tenants", "Tenants")
+    yield f'<p class="lead">{escape(" ".join(tenant_sentences(summary.tenants)))}</p>'
+    yield from (figure(each) for each in drawn if each.name == "tenants")
+    rows = [(cell(row[0]), *(cell(text, "number") for text in row[1:])) for row in tenant_rows(summary)]
+    yield from table(tenant_heads(summary), rows, "stack")
+    yield "</section>"
+
+
+def _fleet(summary: Summary, drawn: list[Figure]) -> Iterator[str]:
+    of = summary.fleet
+    if of is None:
+        return
+    yield section("fleet", "Fleet")
+    yield from (figure(each) for each in drawn if each.name in ("replicas", "replica-load"))
+    rows = [(cell(name), cell(value, "number")) for name, value in fleet_rows(of)]
+    yield from table(("What", "Value"), rows, "stack snug")
+    shown = (("Pools", pool_table(summary)), ("Replicas", replica_table(summary)), ("Events", event_table(summary)))
+    for title, made in shown:
+        if made.rows:
+            yield f"<h3>{title}</h3>"
+            cells = [
+                [cell(text, "" if column < made.num_words else "number") for column, text in enumerate(row)]
+                for row in made.rows
+            ]
+            yield from folded_table(made.heads, cells, "stack", num_shown=NUM_REPLICAS)
+    yield from _transfers(summary)
+    yield "</section>"
+
+
+def _transfers(summary: Summary) -> Iterator[str]:
+    of = summary.transfers
+    if of is None:
+        return
+    yield "<h3>From prefill to decode</h3>"
+    yield f'<p class="lead">{escape(" ".join(transfer_sentences(of)))}</p>'
+    rows = [(cell(name), cell(value, "number")) for name, value in transfer_rows(of)]
+    yield from table(("What", "Value"), rows, "stack snug")
 
 
 def _has_waste(summary: Summary) -> bool:

@@ -67,6 +67,16 @@ def warning_box(warnings: Sequence[str], *, calibrated: bool) -> Iterator[str]:
         yield f'<div class="warnings" role="note">{"".join(f"<p>{escape(text)}</p>" for text in shown)}</div>'
 
 
+def cards(items: Iterable[tuple[str, str, str]]) -> str:
+    """A few numbers side by side: what each is, its value, and more of it."""
+    made = (
+        f'<li><span class="name">{escape(name)}</span><span class="value">{escape(value)}</span>'
+        f'<span class="more">{escape(more)}</span></li>'
+        for name, value, more in items
+    )
+    return f'<ul class="cards">{"".join(made)}</ul>'
+
+
 def calibration_box(context: ReportContext) -> Iterator[str]:
     """Where calibrated step times come from and how far off they are."""
     said = context.calibrated_by

@@ -7,6 +7,10 @@ from math import isfinite
 from textwrap import wrap
 
 from windtunnel.reports.context import ReportContext
+from windtunnel.reports.economics import cost_rows, pair_words, preemption_rows
+from windtunnel.reports.fleet import fleet_lines, fleet_rows
+from windtunnel.reports.tenants import text_table
+from windtunnel.reports.transfers import transfer_rows
 from windtunnel.reports.words import NOTHING, count, digits, milliseconds
 from windtunnel.sim.metrics import LatencyStats, SloResult, Summary, Verdict
 from windtunnel.sim.metrics.summary import SpeculationStats, percent_word
@@ -36,7 +40,8 @@ def render_text(summary: Summary, context: ReportContext | None = None) -> str:
     """
     configured = configured_request_rate(context) if context else None
     lines = list(header(context)) if context else []
-    lines += [*_bench_block(summary, configured), *_own_sections(summary, configured), "=" * WIDTH]
+    lines += [*_bench_block(summary, configured), *_own_sections(summary, configured, context or ReportContext())]
+    lines.append("=" * WIDTH)
     warnings = (*(context.warnings if context else ()), *summary.warnings)
     for warning in warnings:
         lines += wrap(f"WARNING: {warning}", 100, subsequent_indent="         ")
@@ -100,6 +105,28 @@ def _bench_block(summary: Summary, configured_rate: float | None) -> Iterator[st
         yield from _speculation(summary.speculation)
 
 
+def _transfers(summary: Summary) -> Iterator[str]:
+    if summary.transfers is not None:
+        yield _rule("Prefill to decode", "-")
+        yield from (_row(f"{label}:", value).rstrip() for label, value in transfer_rows(summary.transfers))
+
+
+def _tenants(summary: Summary) -> Iterator[str]:
+    if summary.tenants is None:
+        return
+    yield _rule("Tenants", "-")
+    yield _row("Jain's index while they compete:", summary.tenants.jain_index)
+    yield from text_table(summary)
+
+
+def _fleet(summary: Summary) -> Iterator[str]:
+    if summary.fleet is None:
+        return
+    yield _rule("Fleet", "-")
+    yield from (_row(f"{label}:", value).rstrip() for label, value in fleet_rows(summary.fleet))
+    yield from fleet_lines(summary)
+
+
 def _latencies(summary: Summary) -> Iterator[str]:
     if not summary.stability.is_steady:
         yield from _not_steady(summary.stability.verdict)
@@ -133,7 +160,11 @@ def _speculation(stats: SpeculationStats) -> Iterator[str]:
         yield _row(f"  Position {position}:", 100 * rate)
 
 
-def _own_sections(summary: Summary, configured_rate: float | None) -> Iterator[str]:
+NUM_PAIRS = 3
+"""Pairs of victim and beneficiary in the text."""
+
+
+def _own_sections(summary: Summary, configured_rate: float | None, context: ReportContext) -> Iterator[str]:
     load, kv, preemption, cache = summary.load, summary.kv, summary.preemption, summary.prefix_cache
     yield _rule("Scheduler", "-")
     if configured_rate is not None:
@@ -164,6 +195,10 @@ def _own_sections(summary: Summary, configured_rate: float | None) -> Iterator[s
     yield _row("Prefix cache hit rate (%):", _percent(cache.hit_rate))
     yield _row("Prefix hit rate incl. resumed (%):", _percent(cache.hit_rate_with_resumed))
     yield from _work(summary)
+    yield from _transfers(summary)
+    yield from _tenants(summary)
+    yield from _fleet(summary)
+    yield from _economics(summary, context)
     yield from _objectives(summary)
     yield _rule("Stability", "-")
     yield _row("Verdict:", summary.stability.verdict.value)
@@ -192,6 +227,17 @@ def _work(summary: Summary) -> Iterator[str]:
         yield _row("Mean slots held:", summary.slots.slots_mean)
         yield _row("Mean prompts per batch:", summary.prefill_batch_size)
         yield _row("Mean batch formation wait (ms):", summary.formation_wait.mean_ms)
+
+
+def _economics(summary: Summary, context: ReportContext) -> Iterator[str]:
+    """Cost and energy where a price or a power was given, and what preemptions cost where there were any."""
+    stats = summary.economics
+    for title, rows in (("Cost and energy", cost_rows(stats)), ("What preemptions cost", preemption_rows(stats))):
+        shown = [_row(f"{label}:", value).rstrip() for label, value in rows]
+        yield from [_rule(title, "-"), *shown] if shown else []
+    if stats.preemption is not None:
+        yield "Most lost:"
+        yield from (f"  {pair_words(pair, context.label)}" for pair in stats.preemption.pairs[:NUM_PAIRS])
 
 
 def _objectives(summary: Summary) -> Iterator[str]:

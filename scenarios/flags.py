@@ -9,6 +9,8 @@ PARAMETER_OF_KEY = {
     "objectives": "slo",
     "speculative": "speculative_config",
     "engine_version": "engine",
+    "gpu_hour": "gpu_price",
+    "faults": "fault",
 }
 """Keys whose flag has another name: that of ``vllm bench serve``, or a shorter one."""
 
@@ -26,11 +28,29 @@ WITHOUT_FLAG = frozenset(
         "prefixes",
         "sessions",
         "percentiles",
+        "tenants",
+        "fairness",
+        "tenants_alone",
+        "kv_transfer_bandwidth",
+        "kv_transfer_latency",
+        "kv_bytes_per_token",
+        "max_in_flight",
+        "pools",
+        "max_attempts",
+        "max_waiting_requests",
+        "stats_interval",
+        "stats_delay",
+        "prefix_weight",
+        "queue_weight",
+        "kv_weight",
+        "prefix_block_tokens",
+        "prefix_max_blocks",
+        "prefix_capacity_blocks",
     }
 )
 """Keys that only a file (or Python) can give."""
 
-_WITHOUT_FLAG_SECTIONS = frozenset({"cost", "batching", "speculative", "compare"})
+_WITHOUT_FLAG_SECTIONS = frozenset({"cost", "batching", "speculative", "compare", "plan"})
 """Sections that one flag gives as a whole."""
 
 _WITH_FLAG_ALL_THE_SAME = frozenset({("cost", "noise")})

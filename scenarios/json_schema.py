@@ -36,6 +36,8 @@ def json_schema() -> Schema:
     keys = defs["SyntheticWorkload"]["properties"]
     for key, name in _SPECIFIED.items():
         keys[key] = {"$ref": f"#/$defs/{name}", "description": keys[key]["description"]}
+    shares = {"anyOf": [{"type": "number", "minimum": 0}, {"$ref": "#/$defs/TenantLoad"}]}
+    keys["tenants"] = {"type": "object", "additionalProperties": shares, "description": keys["tenants"]["description"]}
     for key, default in asdict(RooflineFactors()).items():
         defs["RooflineCost"]["properties"][key]["default"] = default
     return {"$schema": _DIALECT, **schema, "$defs": dict(sorted(defs.items()))}
@@ -64,8 +66,11 @@ def _says_nothing(key: str, value: Any) -> bool:
 
 def _with_types_as_list(node: Schema) -> Schema:
     choices = [choice for choice in node.get("anyOf", ()) if choice != {"type": "null"}]
-    if not choices or any("$ref" in choice or "oneOf" in choice or "properties" in choice for choice in choices):
+    if not choices:
         return node
+    if any("$ref" in choice or "oneOf" in choice or "properties" in choice for choice in choices):
+        rest = {key: value for key, value in node.items() if key != "anyOf"}
+        return {**choices[0], **rest} if len(choices) == 1 else {**node, "anyOf": choices}
     types: list[str] = []
     limits: Schema = {}
     for choice in choices:
@@ -90,6 +95,11 @@ def markdown() -> str:
             _choices("Arrivals: `arrival`", defs["Arrivals"]),
             _block("`[workload.prefixes]`", defs["Prefixes"]),
             _block("`[workload.sessions]`", defs["Sessions"]),
+            _block("`[workload.tenants.NAME]`", defs["TenantLoad"]),
+            _block("`[tenants.NAME]`", defs["Tenant"]),
+            _block("`[fleet.pools.NAME]`", defs["FleetPool"]),
+            _block("`[fleet.autoscaler]`, also of a pool", defs["FleetAutoscaler"]),
+            _block("`[[fleet.faults]]`", defs["FleetFault"]),
             _choices("Pauses: `think`", defs["Durations"]),
         ]
     )
@@ -154,6 +164,8 @@ def _words(value: Schema) -> str:
         return {"Lengths": "tokens: a number or a distribution", "Durations": "a duration or a distribution"}.get(
             name, "a table"
         )
+    if any("$ref" in choice or "oneOf" in choice for choice in value.get("anyOf", ())):
+        return "a table, also as text" if {"type": "string"} in value["anyOf"] else "a table"
     types = value.get("type", "")
     kinds = [_KINDS.get(kind, str(kind)) for kind in (types if isinstance(types, list) else [types])]
     kind = value.get("$comment") or (" or ".join(kinds) if kinds[0] == "list" else kinds[0])

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SECTION_ORDER = ("scenario", "deployment", "engine", "batching", "speculative", "workload", "cost", "slo", "run")
+SECTION_ORDER = (
+    *("scenario", "deployment", "engine", "batching", "speculative", "workload", "cost", "slo"),
+    *("price", "power", "gateway", "tenants", "fleet", "run"),
+)
 WINDTUNNEL_DEFAULT = "windtunnel default"
 _SAY_IT_ALL = (ScenarioError, UnsupportedModel, TraceError, ProfileError)
 """ValueErrors with a place, a remedy and an exit code of their own already."""

@@ -24,8 +24,10 @@ from windtunnel.scenarios.schema import (
     SECTIONS,
     WORKLOAD_KINDS,
     Scenario,
+    Tenant,
     batching_policy,
     cost_kind,
+    fleet_table,
     spec_table,
     workload_kind,
 )
@@ -347,11 +349,13 @@ def _path_in_file(detail: ErrorDetails) -> KeyPath:
         return (*path, _TAGS[str(path[0])])
     if len(path) > 1 and path[0] in _TAGGED_SECTIONS:
         return (path[0], *path[2:3])
+    if len(path) > 4 and path[:2] == ("fleet", "pools") and path[3] in _TAGGED_SECTIONS:
+        return (*path[:4], *path[5:6])
     return path
 
 
 def _complaint(detail: ErrorDetails, path: KeyPath, raw: dict[str, Any]) -> str:
-    where = f" in [{path[0]}]" if len(path) > 1 else ""
+    where = f" in [{_table_of(path)}]" if len(path) > 1 else ""
     if detail["type"] == "extra_forbidden":
         return _unknown_key(path, raw)
     if detail["type"] == "missing":
@@ -359,6 +363,11 @@ def _complaint(detail: ErrorDetails, path: KeyPath, raw: dict[str, Any]) -> str:
     value = detail["input"][path[-1]] if detail["type"] == "union_tag_invalid" else detail["input"]
     key = str(path[-1]) if isinstance(path[-1], str) else f"{path[-2]}[{path[-1]}]"
     return f"{key} = {_shown(value)}{where} {_requirement(detail, _limits(path, raw))}"
+
+
+def _table_of(path: KeyPath) -> str:
+    """The table that a key stands in: its section, or in a fleet the pool, the autoscaler or the fault."""
+    return ".".join(str(part) for part in path[:-1]) if path[0] == "fleet" else str(path[0])
 
 
 def _unknown_key(path: KeyPath, raw: dict[str, Any]) -> str:
@@ -369,11 +378,23 @@ def _unknown_key(path: KeyPath, raw: dict[str, Any]) -> str:
             f"; it belongs in [{home}]" if home else _suggestion(key, list(Scenario.model_fields))
         )
     section = str(path[0])
+    if path[0] == "fleet" and len(path) > 2:
+        known = list(_in_fleet(path[1:-1], raw["fleet"]).model_fields)
+        hint = _suggestion(key, known) or "; known are " + ", ".join(known)
+        return f"unknown key {key!r} in [{_table_of(path)}]{hint}"
     known = list(_variant(section, raw).model_fields)
     hint = _flag_name(key, known) or _wrong_variant(section, key) or _other_home(section, key)
     hint = hint or _suggestion(key, known)
     hint = hint or _suggestion(key, _all_keys())
     return f"unknown key {key!r} in [{section}]{hint or '; known are ' + ', '.join(known)}"
+
+
+def _in_fleet(path: KeyPath, fleet: dict[str, Any]) -> type[BaseModel]:
+    """Which table stands at this place of [fleet]."""
+    if path[-1] == "cost":
+        value = fleet["pools"][path[1]]["cost"]
+        return COST_KINDS.get(str(cost_kind(value)), SECTIONS["cost"][0])
+    return fleet_table(path)
 
 
 def _flag_name(key: str, known: list[str]) -> str:
@@ -389,6 +410,8 @@ def _variant(section: str, raw: dict[str, Any]) -> type[BaseModel]:
             value = spec_table(value, _TAGS[section])
     if section == "workload":
         return WORKLOAD_KINDS[workload_kind(value)]
+    if section == "tenants":
+        return Tenant
     if section == "cost":
         return COST_KINDS.get(str(cost_kind(value)), SECTIONS["cost"][0])
     if section == "batching":

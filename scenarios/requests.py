@@ -66,7 +66,7 @@ def _draw(ledger: Ledger, spec: SyntheticWorkload, seed: int) -> Workload:
     num_requests = _num_requests(ledger, spec)
     return ledger.attempt(
         "workload",
-        ("num_requests", "sessions", "max_tokens", "priorities", "request_rate"),
+        ("num_requests", "sessions", "max_tokens", "priorities", "request_rate", "tenants"),
         lambda: synthetic_workload(
             num_requests,
             arrivals,
@@ -78,6 +78,7 @@ def _draw(ledger: Ledger, spec: SyntheticWorkload, seed: int) -> Workload:
             max_concurrency=spec.max_concurrency,
             max_tokens=spec.max_tokens,
             priorities=priorities,
+            tenants=spec.tenants,
         ),
     )
 

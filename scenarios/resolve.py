@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from windtunnel.scenarios.batching import make_batching, make_drafting
 from windtunnel.scenarios.costs import ChosenCost, make_cost
+from windtunnel.scenarios.economics import make_rates
 from windtunnel.scenarios.engine import Hardware, make_engine
 from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
+from windtunnel.scenarios.fleet import Kind, fleet_words, is_fleet, make_fleet, pool_plans
+from windtunnel.scenarios.gateway import check_tenants, gateway_words, make_gateway
 from windtunnel.scenarios.ledger import WINDTUNNEL_DEFAULT, Entry, Ledger
 from windtunnel.scenarios.load import Loaded
 from windtunnel.scenarios.requests import check_lengths, make_workload
@@ -26,9 +29,11 @@ from windtunnel.sim.engine.dynamic import DynamicConfig
 from windtunnel.sim.engine.protocols import CostModel
 from windtunnel.sim.engine.static import StaticConfig
 from windtunnel.sim.engine.swap import SwapConfig
+from windtunnel.sim.fleet.fleet import Fleet
+from windtunnel.sim.metrics.economics import Rates
 from windtunnel.sim.metrics.slo import GoodputLimits, Slo, parse_slos
-from windtunnel.sim.simulate import check_fits
-from windtunnel.sim.system import System
+from windtunnel.sim.simulate import check_served
+from windtunnel.sim.system import ROUTERS, System
 from windtunnel.sim.workload import Workload
 
 NS_PER_S = 1_000_000_000
@@ -60,11 +65,31 @@ class Resolved:
     percentiles: tuple[float, ...]
     horizon_ns: int | None
     measures_saturation: bool
+    measures_tenants_alone: bool
     entries: tuple[Entry, ...]
     warnings: tuple[str, ...]
     """What may make the answer another one than was meant, in sentences for people."""
     notes: tuple[str, ...]
     """What was decided on the way, in sentences for people."""
+    rates: Rates = field(default_factory=Rates)
+    """What the GPUs of one replica cost and draw, as far as the scenario says it."""
+    currency: str = ""
+    fleet: Fleet | None = None
+    """Where the replicas are servers of their own behind a router; model, GPU, memory plan and system are then those of
+    its first pool."""
+
+    @property
+    def served(self) -> System | Fleet:
+        """What serves the workload."""
+        return self.system if self.fleet is None else self.fleet
+
+    def check_is_one_server(self, purpose: str) -> None:
+        """Raise ScenarioError where the scenario asks for a fleet, which the purpose has nothing to say of."""
+        if self.fleet is not None:
+            raise ScenarioError(
+                f"{purpose} takes one server, and this scenario asks for a fleet (router "
+                f"{self.fleet.routing.router}): leave out [fleet], or give another router (vllm or round_robin)"
+            )
 
     @property
     def config(self) -> SchedulerConfig:
@@ -92,11 +117,14 @@ class Resolved:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all replicas."""
+        """GPUs of all replicas (that there are at the start)."""
+        if self.fleet is not None:
+            return sum(pool.rates.num_gpus * pool.system.num_replicas for pool in self.fleet.pools)
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.system.num_replicas
 
     def describe(self) -> dict[str, Any]:
         """All of it as plain data, in a fixed order: what a saved run and ``--dry-run --json`` hold."""
+        gateway = self.system.gateway
         return {
             "scenario": {
                 "name": self.scenario.name,
@@ -110,12 +138,15 @@ class Resolved:
             "settings": [asdict(entry) for entry in self.entries],
             "memory": None if self.kv_pool is None else asdict(self.kv_pool),
             "cost": self.cost.describe(),
+            **({} if gateway is None else {"gateway": gateway_words(gateway, self.workload)}),
+            **({} if self.fleet is None else {"fleet": fleet_words(self.fleet)}),
             "objectives": {
                 "slo": [objective.text for objective in self.slo],
                 "goodput": None if self.goodput is None else str(self.goodput),
                 "percentiles": list(self.percentiles),
             },
             "metadata": self._metadata(),
+            "rates": {**asdict(self.rates), "currency": self.currency},
             "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
@@ -126,7 +157,7 @@ class Resolved:
             "gpu": self.gpu.name if self.gpu else None,
             "tensor_parallel_size": self.tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
-            "data_parallel_size": self.system.num_replicas,
+            "data_parallel_size": self.system.num_replicas if self.fleet is None else self.fleet.num_replicas,
             "num_gpus": self.num_gpus,
         }
 
@@ -164,20 +195,25 @@ def resolve(loaded: Loaded) -> Resolved:
     RequestTooLarge for what vLLM would not start or never finish; TraceError, ProfileError and ScenarioUnreadable for
     files; UnsupportedModel.
     """
-    ledger, scenario = Ledger(loaded), loaded.scenario
+    plans, scenario = pool_plans(loaded), loaded.scenario
+    ledger = Ledger(plans[0].loaded if plans else loaded)
     seed = ledger.pick("scenario", "seed", scenario.seed, 0, WINDTUNNEL_DEFAULT)
-    hardware = read_hardware(ledger)
-    config, pool = make_engine(ledger, hardware)
-    _check_context(ledger, hardware.model, config.max_model_len)
-    cost = make_cost(ledger, hardware, config)
-    system = _system(ledger, hardware, config, cost, seed)
+    hardware, pool, cost, system = _replicas(ledger, seed)
+    config = system.config
+    fleet = None
+    if plans:
+        others = [(Ledger(plan.loaded), plan) for plan in plans[1:]]
+        kinds = [Kind(own, found[0], found[-1]) for own, _ in others for found in [_replicas(own, seed)]]
+        fleet = make_fleet(plans, [Kind(ledger, hardware, system), *kinds], seed)
     slo, goodput = _objectives(ledger)
     workload = make_workload(ledger, seed)
+    check_tenants(ledger, system, workload)
     check_lengths(ledger, workload, config.max_model_len, hardware.model)
-    check_fits(workload, config)
+    check_served(workload, system if fleet is None else fleet)
     percentiles = ledger.pick("run", "percentiles", scenario.run.percentiles, DEFAULT_PERCENTILES, WINDTUNNEL_DEFAULT)
     horizon_ns = _horizon_ns(ledger)
     measures_saturation = _measures_saturation(ledger, workload)
+    rates, currency = make_rates(ledger, hardware)
     return Resolved(
         scenario,
         seed,
@@ -191,10 +227,25 @@ def resolve(loaded: Loaded) -> Resolved:
         tuple(percentiles),
         horizon_ns,
         measures_saturation,
+        ledger.pick("run", "tenants_alone", scenario.run.tenants_alone, True, WINDTUNNEL_DEFAULT)
+        if workload.tenant is not None
+        else False,
         ledger.entries,
         tuple(ledger.warnings),
         (*ledger.notes, *workload.notes),
+        rates,
+        currency,
+        fleet,
     )
+
+
+def _replicas(ledger: Ledger, seed: int) -> tuple[Hardware, KvPool | None, ChosenCost, System]:
+    """Replicas of one kind: what runs on what, the memory plan, what their steps cost, and the engines."""
+    hardware = read_hardware(ledger)
+    config, pool = make_engine(ledger, hardware)
+    _check_context(ledger, hardware.model, config.max_model_len)
+    cost = make_cost(ledger, hardware, config)
+    return hardware, pool, cost, _system(ledger, hardware, config, cost, seed)
 
 
 def read_workload(loaded: Loaded) -> Workload:
@@ -230,11 +281,12 @@ def _system(ledger: Ledger, hardware: Hardware, config: SchedulerConfig, chosen:
     num_replicas = 1 if deployment.data_parallel_size is None else deployment.data_parallel_size
     ledger.note("deployment", "data_parallel_size", deployment.data_parallel_size)
     router = deployment.router or "vllm"
-    if num_replicas > 1:
+    if num_replicas > 1 and not is_fleet(ledger.loaded.scenario):
         ledger.note("deployment", "router", router, f"{hardware.engine_default} (internal load balancing)")
         _tell_of_lockstep(ledger, hardware)
     for key in ("max_num_queued_reqs", "max_num_queued_tokens"):
         ledger.note("engine", key, getattr(limits, key))
+    gateway = make_gateway(ledger, config, num_replicas)
     system = System(
         config,
         cost,
@@ -242,10 +294,11 @@ def _system(ledger: Ledger, hardware: Hardware, config: SchedulerConfig, chosen:
         swap_cost,
         drafting,
         num_replicas,
-        router,
+        router if router in ROUTERS else "vllm",
         limits.max_num_queued_reqs,
         limits.max_num_queued_tokens,
         seed if chosen.is_noisy else None,
+        gateway=gateway,
     )
     _check_policy(ledger, system)
     return system

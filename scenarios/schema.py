@@ -118,9 +118,21 @@ class Deployment(_Section):
     """Stages that one replica's layers are spread over, each on tensor_parallel_size GPUs."""
     data_parallel_size: Annotated[Count | None, Field(ge=1, le=4096)] = None
     """Replicas of the model, each with a KV cache and a scheduler of its own."""
-    router: Literal["vllm", "round_robin"] | None = None
+    router: (
+        Literal[
+            "vllm",
+            "round_robin",
+            "least_requests",
+            "least_kv",
+            "power_of_two",
+            "prefix_affinity",
+            "session",
+            "shared_queue",
+        ]
+        | None
+    ) = None
     """Who serves the next request: vllm looks at the replicas' load as its own load balancer does, round_robin takes
-    turns."""
+    turns; the others make each replica a server of its own behind a router (docs/fleet.md)."""
 
 
 class Engine(_Section):
@@ -442,6 +454,9 @@ class SyntheticWorkload(_Section):
     """Groups of requests that share the beginning of their prompts."""
     sessions: dict[str, Any] | None = None
     """Conversations of several turns, each turn's prompt holding all that was said before."""
+    tenants: dict[str, float | dict[str, Any]] | None = None
+    """Whose requests they are: names with a share each, such as {acme = 0.7, free = 0.3}, or with a table of what
+    that tenant asks for."""
 
 
 def workload_kind(value: Any) -> str:
@@ -568,6 +583,32 @@ class Slo(_Section):
     """Limits in ms on each single request, such as "ttft:500"; goodput counts the requests that keep all of them."""
 
 
+class Tenant(_Section):
+    """What one tenant is entitled to at the gateway."""
+
+    weight: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """Its part of the tokens while others wait too, relative to theirs."""
+    priority: int | None = None
+    """Smaller goes first, whatever the weights."""
+    max_in_flight: Annotated[Count | None, Field(ge=1)] = None
+    """Most of its requests that are in the server at once."""
+    requests_per_s: Annotated[float | None, Field(ge=0.001, le=1e12)] = None
+    """Its requests that go in per second over time; a second's worth may go at once."""
+    tokens_per_minute: Annotated[Count | None, Field(ge=1, le=10**12)] = None
+    """Tokens (prompts and max_tokens) that go in per minute over time; a minute's worth may go at once."""
+    beyond: Literal["queue", "reject"] | None = None
+    """What becomes of a request beyond these limits: it waits, or is rejected (HTTP 429)."""
+
+
+class Gateway(_Section):
+    """What stands before the server, with a queue for each tenant; there is none unless it is asked for."""
+
+    fairness: Literal["weighted", "none"] | None = None
+    """Who is next: the tenant that has got the fewest tokens for its weight, or whoever came first."""
+    max_in_flight: Annotated[Count | None, Field(ge=1)] = None
+    """Requests in the server at once; not given: as many as its replicas have seats (max_num_seqs)."""
+
+
 class Run(_Section):
     """How the simulation is run."""
 
@@ -575,8 +616,210 @@ class Run(_Section):
     """Stop after so much simulated time, whatever is still open."""
     saturation: bool | None = None
     """Measure what the engine can do at most, by a second short simulation, to state how much of it is asked for."""
+    tenants_alone: bool | None = None
+    """Simulate each tenant with the server to itself, too, to say what the others cost it."""
     percentiles: list[Annotated[float, Field(gt=0, lt=100)]] | None = None
     """Percentiles in the summary."""
+
+
+def read_per_gpu(value: Any) -> Any:
+    """A number for any GPU, or a table by the GPU's name; also as text (2.49, h100-sxm=2.49), or a list of such."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    found: dict[str, float] = {}
+    for text in value:
+        name, _, number = str(text).rpartition("=")
+        try:
+            found[name.strip()] = float(number)
+        except ValueError:
+            raise ValueError("must be a number, or NAME=NUMBER with the name of a GPU, such as h100-sxm=2.49") from None
+    if "" in found and len(found) > 1:
+        raise ValueError("says a number for all GPUs and others by name: give names with all of them, or one number")
+    return found.get("", found)
+
+
+_PerGpuNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PerGpu = Annotated[
+    _PerGpuNumber | dict[str, _PerGpuNumber],
+    BeforeValidator(
+        read_per_gpu,
+        json_schema_input_type=Annotated[
+            float | str | dict[str, float],
+            WithJsonSchema(
+                {"type": ["number", "string", "array", "object"], "minimum": 0, "$comment": "number, or table by GPU"}
+            ),
+        ],
+    ),
+]
+"""A number for one GPU, or a table of them by name."""
+
+
+class Price(_Section):
+    """What GPUs cost, for the cost of a run; nothing is assumed where no price is given."""
+
+    gpu_hour: PerGpu | None = None
+    """Price of one GPU for an hour, as a number or by the GPU's name: {h100-sxm = 2.49, l40s = 0.86}."""
+    currency: Annotated[str | None, Field(min_length=1, max_length=12)] = None
+    """What prices are in; only a word beside them."""
+
+
+class Power(_Section):
+    """What GPUs draw, for the energy of a run; both are needed."""
+
+    idle_watts: PerGpu | None = None
+    """Power of one GPU while no step runs, as a number or by the GPU's name."""
+    busy_watts: PerGpu | None = None
+    """Power of one GPU while a step runs, as a number or by the GPU's name."""
+
+
+class FleetAutoscaler(_Section):
+    """How a pool grows and shrinks, as Kubernetes' HorizontalPodAutoscaler does under KEDA."""
+
+    metric: Literal["waiting", "concurrency", "kv_usage"]
+    """What it goes by: requests that wait, requests sent and not answered, or the share of the KV cache in use."""
+    target: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """What the metric should be for each replica."""
+    min_replicas: Annotated[Count | None, Field(ge=0)] = None
+    """Fewest replicas; 1 if not given."""
+    max_replicas: Annotated[Count, Field(ge=1, le=4096)]
+    """Most replicas."""
+    start_up: Duration | None = None
+    """From the decision to the first request of a new replica: node, image, weights, CUDA graphs."""
+    interval: Annotated[Duration | None, Field(gt=0)] = None
+    """How often it looks."""
+    metric_delay: Duration | None = None
+    """How old the metric is that it acts upon."""
+    tolerance: Annotated[float | None, Field(ge=0, lt=1)] = None
+    """Share by which the metric may miss the target without anything being done."""
+    up_stabilization: Duration | None = None
+    """It grows to the lowest recommendation of so long a time."""
+    down_stabilization: Duration | None = None
+    """It shrinks to the highest recommendation of so long a time."""
+    up_limit_replicas: Annotated[Count | None, Field(ge=0)] = None
+    """In up_period it grows by so many replicas, or by up_limit_percent, whichever is more."""
+    up_limit_percent: Annotated[Count | None, Field(ge=0)] = None
+    """In up_period it grows by so much of what is there, or by up_limit_replicas, whichever is more."""
+    up_period: Annotated[Duration | None, Field(gt=0)] = None
+    """The time that these two limits are about."""
+    drain_timeout: Duration | None = None
+    """How long a replica that has to go may finish its requests; not given: as long as it takes."""
+
+
+class FleetFault(_Section):
+    """Something that goes wrong with one replica."""
+
+    kind: Literal["crash", "slow"]
+    """crash: it is gone at once, with its cache and what it computes; slow: its steps take longer."""
+    pool: str | None = None
+    """Name of its pool; not needed where there is only one."""
+    replica: Annotated[Count | None, Field(ge=0)] = None
+    """Which of the pool's, counted from 0; 0 if not given."""
+    at: Duration
+    """When it happens, from the start of the run."""
+    restart_after: Annotated[Duration | None, Field(gt=0)] = None
+    """crash: so long after, another with an empty cache takes its place; not given: never."""
+    factor: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """slow: how many times as long its steps take."""
+    duration: Annotated[Duration | None, Field(gt=0)] = None
+    """slow: how long that lasts; not given: to the end."""
+
+
+_Scaler = Annotated[FleetAutoscaler, _spec("metric", FleetAutoscaler | str)]
+_Fault = Annotated[FleetFault, _spec("kind", FleetFault | str)]
+
+
+class FleetPool(_Section):
+    """Replicas of one kind; what is not given here is that of the scenario."""
+
+    replicas: Annotated[Count | None, Field(ge=1, le=4096)] = None
+    """How many there are at the start; 1 if not given."""
+    role: Literal["mixed", "prefill", "decode"] | None = None
+    """prefill computes prompts and hands their KV cache to a pool with the role decode; mixed (the default) does
+    both."""
+    weight: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """How much one of them can take beside those of other pools; routers that count requests use it."""
+    autoscaler: _Scaler | None = None
+    """How the pool grows and shrinks."""
+    deployment: Deployment = Deployment()
+    """Keys of [deployment] that differ here."""
+    engine: Engine = Engine()
+    """Keys of [engine] that differ here."""
+    cost: Annotated[Cost | None, _spec("kind", Cost | str)] = None
+    """[cost] of these replicas, in place of the scenario's."""
+
+
+class Fleet(_Section):
+    """Replicas as servers of their own behind a router, of one kind or several, that may come, go, crash and slow
+    down; deployment.router says who serves the next request."""
+
+    pools: dict[str, FleetPool] = {}
+    """Kinds of replicas, by name; not given: data_parallel_size replicas of [deployment]."""
+    autoscaler: _Scaler | None = None
+    """How the replicas grow and shrink in number, where no pools are given."""
+    faults: list[_Fault] = []
+    """What goes wrong, and when."""
+    on_crash: Literal["fail", "retry", "retry_unstarted"] | None = None
+    """What becomes of requests whose replica is gone: they fail, are tried elsewhere from the beginning, or are so only
+    if the client has seen no token yet."""
+    max_attempts: Annotated[Count | None, Field(ge=1)] = None
+    """How often a request is sent to a replica at most."""
+    kv_transfer_bandwidth: Annotated[Size | None, Field(ge=1)] = None
+    """Between prefill and decode pools: bytes per second that one GPU's link reaches, each way."""
+    kv_transfer_latency: Duration | None = None
+    """Time that a copy takes besides; 0 if not given."""
+    kv_bytes_per_token: Annotated[Count | None, Field(ge=1)] = None
+    """KV cache of a token on one GPU, where no model says it."""
+    max_requests_per_replica: Annotated[Count | None, Field(ge=1)] = None
+    """Most requests that the router has in flight at one replica; others wait for their turn before it."""
+    max_waiting_requests: Annotated[Count | None, Field(ge=0)] = None
+    """Requests waiting there from which on new ones are rejected."""
+    stats_interval: Duration | None = None
+    """How often the router reads the engines' metrics; 0 is at every decision."""
+    stats_delay: Duration | None = None
+    """How long what it read is under way until it counts."""
+    prefix_weight: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None
+    """prefix_affinity: weight of the share of the prompt that is believed to be cached."""
+    queue_weight: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None
+    """prefix_affinity: weight of a short queue."""
+    kv_weight: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None
+    """prefix_affinity: weight of the free share of the KV cache."""
+    prefix_block_tokens: Annotated[Count | None, Field(ge=1)] = None
+    """prefix_affinity: tokens in a block of its index."""
+    prefix_max_blocks: Annotated[Count | None, Field(ge=1)] = None
+    """prefix_affinity: blocks from the beginning of a prompt that it looks at."""
+    prefix_capacity_blocks: Annotated[Count | None, Field(ge=1)] = None
+    """prefix_affinity: blocks that it remembers for each replica."""
+
+
+class Plan(_Section):
+    """What `windtunnel plan` chooses from, and how far it looks ahead; prices are those of [price]."""
+
+    gpus: list[str] = []
+    """Cards to choose from; not given: those that [price] names."""
+    gpus_per_host: Annotated[Count | None, Field(ge=1, le=1024)] = None
+    """Cards of one host, over which one replica may span."""
+    tensor_parallel_size_choices: Sizes | None = None
+    """Sizes that are tried; not given: powers of two that one host holds."""
+    pipeline_parallel_size_choices: Sizes | None = None
+    """Stages that are tried; not given: one."""
+    kv_cache_dtype_choices: list[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16"]] | None = None
+    """Types of the KV cache that are tried."""
+    max_num_seqs_choices: Sizes | None = None
+    """Seats that are tried."""
+    max_num_batched_tokens_choices: Sizes | None = None
+    """Token budgets that are tried."""
+    gpu_memory_utilization_choices: list[Share] | None = None
+    """Shares of the memory that are tried."""
+    uncalibrated: bool | None = None
+    """Try deployments without a calibrated profile, too; they are ranked apart."""
+    spare_replicas: Annotated[Count | None, Field(ge=0, le=1000)] = None
+    """Replicas bought beside those that are needed: 1 is N+1."""
+    growth: str | None = None
+    """How the load grows: "5%/month" or "60%/year"."""
+    months: Annotated[Count | None, Field(ge=1, le=120)] = None
+    """How far ahead the growth is followed."""
 
 
 class Scenario(_Section):
@@ -599,8 +842,15 @@ class Scenario(_Section):
     workload: Workload
     cost: Annotated[Cost, _spec("kind", Cost | str)] = AutoCost()
     slo: Slo = Slo()
+    price: Price = Price()
+    power: Power = Power()
+    gateway: Gateway | None = None
+    tenants: dict[str, Tenant] = {}
+    """Weights and limits of tenants, by name; they ask for a gateway."""
+    fleet: Fleet | None = None
     run: Run = Run()
     compare: Compare = Compare()
+    plan: Plan = Plan()
 
 
 WORKLOAD_KINDS: dict[str, type[BaseModel]] = {"trace": TraceWorkload, "synthetic": SyntheticWorkload}
@@ -617,6 +867,22 @@ BATCHING_POLICIES: dict[str, type[BaseModel]] = {
     "dynamic": DynamicBatching,
     "swap": SwapBatching,
 }
+
+
+def fleet_table(path: tuple[str | int, ...]) -> type[BaseModel]:
+    """Which table stands at this place below [fleet]."""
+    table: type[BaseModel] = Fleet
+    below: dict[str, type[BaseModel]] = {
+        "pools": FleetPool,
+        "autoscaler": FleetAutoscaler,
+        "faults": FleetFault,
+    }
+    of_pool: dict[str, type[BaseModel]] = {"deployment": Deployment, "engine": Engine, "autoscaler": FleetAutoscaler}
+    for part in path:
+        table = (of_pool if table is FleetPool else below).get(str(part), table)
+    return table
+
+
 SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "deployment": (Deployment,),
     "engine": (Engine,),
@@ -625,6 +891,11 @@ SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "workload": (TraceWorkload, SyntheticWorkload),
     "cost": tuple(COST_KINDS.values()),
     "slo": (Slo,),
+    "gateway": (Gateway,),
+    "price": (Price,),
+    "power": (Power,),
+    "fleet": (Fleet,),
     "run": (Run,),
     "compare": (Compare,),
+    "plan": (Plan,),
 }

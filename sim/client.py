@@ -24,7 +24,10 @@ class Server(Protocol):
     """Where requests are sent to."""
 
     def submit(self, request: Request) -> int:
-        """Take a request in; returns the number of the replica.  Raises ValueError if it is refused."""
+        """Take a request in; returns the number of the replica, -1 while it has none (``Client.placed`` tells it later).
+
+        Raises ValueError if it is refused.
+        """
 
     def abort(self, request: Request, replica: int) -> int:
         """Drop a request; returns the tokens that it had got."""
@@ -74,6 +77,15 @@ class Client:
     def rejected(self, request: Request, now_ns: int) -> None:
         """The engine refused a request that it had taken in, because it waited too long."""
         self._close(request, Outcome.REJECTED, now_ns, request.num_emitted)
+
+    def lost(self, request: Request, now_ns: int) -> None:
+        """A request's replica went away before the answer was complete, and nobody tries it again."""
+        self._close(request, Outcome.LOST, now_ns, request.num_emitted)
+
+    def placed(self, request: Request, replica: int) -> None:
+        """A request that a server had taken in before has come to this replica; -1 where it waits (again) for one."""
+        row = int(request.request_id)
+        self._in_engine[row] = self._in_engine[row]._replace(replica=replica)
 
     def write_unfinished(self) -> int:
         """Log what is still open at the end of the run; returns how many that are."""

@@ -117,6 +117,7 @@ class ReplicaLog:
         self._num_verified: list[int] = []
         self._num_accepted: list[int] = []
         self._last_end_ns = 0
+        self._latency_ns = array("q") if config.pipeline_parallel_size > 1 else None
         self._spans = Rows(SpanTable)
         self._preemptions = Rows(PreemptionTable)
 
@@ -135,6 +136,8 @@ class ReplicaLog:
         shape, num_verified, num_accepted = plan.shape, 0, 0
         if drafts:
             num_verified, num_accepted = self._count_drafts(drafts)
+        if self._latency_ns is not None:
+            self._latency_ns.append(end_ns - start_ns)
         if start_ns < self._last_end_ns:
             start_ns = self._last_end_ns
         self._last_end_ns = end_ns
@@ -155,6 +158,8 @@ class ReplicaLog:
                 num_accepted,
                 plan.num_swapped_in_blocks,
                 plan.num_swapped_out_blocks,
+                plan.num_recomputed_tokens,
+                -1,
             )
         )
 
@@ -190,6 +195,10 @@ class ReplicaLog:
         row = int(request.request_id)
         for first_step, count in spans:
             self._spans.append((row, first_step, count))
+
+    def latency_ns(self) -> IntArray | None:
+        """How long each step took through the stages of a pipeline; None without one."""
+        return None if self._latency_ns is None else np.array(self._latency_ns, np.int64)
 
     def records(self) -> ReplicaRecords:
         """What the replica did, as columns."""

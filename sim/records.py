@@ -14,6 +14,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from windtunnel.sim.fleet.records import FleetRecords, LifeTable, ScalingTable, StayTable, TransferTable
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -26,6 +28,9 @@ class Outcome(IntEnum):
     REJECTED = 2
     """Refused: on arrival, for example because the prompt does not fit max_model_len, or after too long in a queue."""
     ABORTED = 3
+    """The client gave up."""
+    LOST = 4
+    """Its replica went away before the answer was complete (fleets)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,13 @@ class StepTable:
     """KV blocks copied from the CPU before the step (swapping)."""
     num_swapped_out_blocks: IntArray
     """KV blocks copied to the CPU before the step."""
+    recomputed_tokens: IntArray
+    """Those of ``prefill_tokens`` that had been computed before and were thrown away by a preemption.
+
+    -1 where that was not recorded."""
+    decode_only_ns: IntArray
+    """The part of the step that its decodes alone would have taken by its cost model, the rest being what its prompt
+    chunks added: all of it where there are no chunks, 0 where there are no decodes; -1 where nobody priced that."""
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -180,6 +192,8 @@ class Records:
     stalled: bool = False
     """The run ended because nothing could move any more: the head of the queue can never be admitted, or requests keep
     preempting each other without ever getting a token.  vLLM would spin for ever."""
+    fleet: FleetRecords | None = None
+    """What a fleet adds; None for the replicas of one ``System``."""
 
 
 def is_unservable(records: Records) -> npt.NDArray[np.bool_]:
@@ -192,7 +206,17 @@ def is_unservable(records: Records) -> npt.NDArray[np.bool_]:
     return found
 
 
-AnyTable = RequestTable | StepTable | SpanTable | PreemptionTable | DraftTable
+AnyTable = (
+    RequestTable
+    | StepTable
+    | SpanTable
+    | PreemptionTable
+    | DraftTable
+    | LifeTable
+    | StayTable
+    | ScalingTable
+    | TransferTable
+)
 Table = TypeVar("Table", bound=AnyTable)
 
 

@@ -68,7 +68,8 @@ class Replica:
         self._free_ns = [0] * scheduler.config.pipeline_parallel_size  # when each stage has done all it was given
         self._asleep: Occurrence | None = None
         self._alarm_ns = -1  # when the latest alarm rings
-        world.process(self._serve())
+        self._loop = self._serve()
+        world.process(self._loop)
 
     @property
     def is_helpless(self) -> bool:
@@ -96,6 +97,18 @@ class Replica:
         """No more requests will be submitted."""
         self.scheduler.end_of_input()
         self._wake_up()
+
+    def nudge(self) -> None:
+        """Something changed in the scheduler that no request brought: it may have work now."""
+        self._wake_up()
+
+    def stop(self) -> None:
+        """The engine is gone: the step in progress never ends.  To be called by the world, not from one of its steps.
+
+        Its requests are left to whoever stops it.
+        """
+        self._asleep = None
+        self._loop.close()
 
     def _serve(self) -> Generator[Event, Any, None]:
         """The engine's loop: decide while there is room for one more step under way, else wait for the oldest.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from windtunnel.sim.client import Client
 from windtunnel.sim.cluster import Cluster
@@ -12,11 +15,15 @@ from windtunnel.sim.engine.config import SchedulerConfig
 from windtunnel.sim.engine.per_request import make_scheduler
 from windtunnel.sim.engine.protocols import CostModel, Executor, SchedulerProtocol
 from windtunnel.sim.engine.request import Request
+from windtunnel.sim.fleet.fleet import Fleet
+from windtunnel.sim.fleet.run import run_fleet
+from windtunnel.sim.gateway import Gateway
 from windtunnel.sim.log import ReplicaLog, RequestLog
-from windtunnel.sim.records import Records
+from windtunnel.sim.records import Records, ReplicaRecords
 from windtunnel.sim.replica import Replica
-from windtunnel.sim.simulated import SimExecutor
+from windtunnel.sim.simulated import SimExecutor, with_decode_times
 from windtunnel.sim.system import System
+from windtunnel.sim.tenancy import GatewayConfig
 from windtunnel.sim.workload import Workload
 from windtunnel.sim.world import World
 
@@ -58,20 +65,34 @@ def run(
 
 
 def serve(
-    workload: Workload, system: System, *, horizon_ns: int | None = None, progress: Progress | None = None
+    workload: Workload, system: System | Fleet, *, horizon_ns: int | None = None, progress: Progress | None = None
 ) -> Records:
     """Serve the workload to the end, or to ``horizon_ns``, and say what happened.
 
     ``progress(done, total)`` is called now and then with the number of requests that are finished.  The same arguments
     give the same records.
 
-    Raises RequestTooLarge, before anything runs, for a request that needs more KV blocks than there are, and
-    ValueError for a config that the policy does not support.
+    Raises RequestTooLarge, before anything runs, for a request that needs more KV blocks than there are (in any pool of
+    a fleet), and ValueError for a config that the policy does not support.
     """
+    if isinstance(system, Fleet):
+        return _serve_fleet(workload, system, horizon_ns, progress)
     check_fits(workload, system.config)
     engines = [_Engine(system.make_scheduler(), system.make_executor(number)) for number in range(system.num_replicas)]
-    front = _Front(system.router, system.max_num_queued_reqs, system.max_num_queued_tokens)
+    front = _Front(system.router, system.max_num_queued_reqs, system.max_num_queued_tokens, system.gateway)
     return _run(workload, engines, front, horizon_ns, progress)
+
+
+def _serve_fleet(workload: Workload, fleet: Fleet, horizon_ns: int | None, progress: Progress | None) -> Records:
+    check_served(workload, fleet)
+
+    def on_finish(client: Client) -> Callable[[Request, int], None]:
+        return client.answered if progress is None else _reporting(client, len(workload), progress)
+
+    try:
+        return run_fleet(workload, fleet, horizon_ns, on_finish)
+    except OverflowError as error:
+        raise TimeRunsOut(_TOO_LONG) from error
 
 
 class _Engine(NamedTuple):
@@ -80,14 +101,16 @@ class _Engine(NamedTuple):
 
 
 class _Front(NamedTuple):
-    """What stands before the engines, as ``Cluster`` takes it."""
+    """What stands before the engines: what ``Cluster`` takes, and before that a gateway."""
 
     router: str
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
+    gateway: GatewayConfig | None = None
 
 
 _PLAIN = _Front("vllm", None, None)
+_TOO_LONG = "simulated time passes 292 years: make steps or waits shorter, or end the run with a horizon"
 
 
 def _run(
@@ -100,31 +123,62 @@ def _run(
     world, requests = World(), RequestLog()
     client = Client(world, workload, engines[0].scheduler.config.block_size, requests)
     on_finish = client.answered if progress is None else _reporting(client, len(workload), progress)
+    on_reject: Callable[[Request, int], None] = client.rejected
+    gateway = None if front.gateway is None else _gateway(world, workload, engines, front.gateway, client)
+    if gateway is not None:
+        on_finish, on_reject = gateway.then(on_finish), gateway.then(on_reject)
     logs = [ReplicaLog(engine.scheduler.config, isinstance(engine.scheduler, BatchScheduler)) for engine in engines]
     replicas = [
-        Replica(world, number, engine.scheduler, engine.executor, log, on_finish, client.rejected)
+        Replica(world, number, engine.scheduler, engine.executor, log, on_finish, on_reject)
         for number, (engine, log) in enumerate(zip(engines, logs, strict=True))
     ]
-    client.start(Cluster(world, replicas, *front))
+    cluster = Cluster(world, replicas, *front[:3])
+    client.start(cluster if gateway is None else gateway.open(cluster))
     try:
         world.run(until=horizon_ns)
     except OverflowError as error:
-        raise TimeRunsOut(
-            "simulated time passes 292 years: make steps or waits shorter, or end the run with a horizon"
-        ) from error
+        raise TimeRunsOut(_TOO_LONG) from error
     num_open = client.write_unfinished()
     for replica, log in zip(replicas, logs, strict=True):
         for request in replica.scheduler.requests():
             log.write_spans(request, replica.scheduler.token_spans(request))
     is_stuck = any(replica.is_stuck or replica.is_helpless for replica in replicas)
     stalled = num_open > 0 and (horizon_ns is None or is_stuck)
-    table, done = requests.table(), tuple(log.records() for log in logs)
+    table = requests.table()
+    done = tuple(_measured(log, engine.executor) for log, engine in zip(logs, engines, strict=True))
     if num_open and horizon_ns is not None:
         end_ns = horizon_ns
     else:
         last_ends_ns = [int(records.steps.end_ns.max(initial=0)) for records in done]
         end_ns = max(int(table.finish_ns.max(initial=0)), *last_ends_ns)
     return Records(table, done, end_ns, stalled)
+
+
+def _gateway(
+    world: World, workload: Workload, engines: Sequence[_Engine], config: GatewayConfig, client: Client
+) -> Gateway:
+    configs = [engine.scheduler.config for engine in engines]
+    num_seats = sum(each.max_num_active_seqs or each.max_num_seqs for each in configs)
+    return Gateway(world, workload, config, client, max(each.max_model_len for each in configs), num_seats)
+
+
+def _measured(log: ReplicaLog, executor: Executor) -> ReplicaRecords:
+    """What a replica did, each step with the part of its time that its decodes alone would have taken."""
+    records = log.records()
+    return replace(records, steps=with_decode_times(records.steps, executor, log.latency_ns()))
+
+
+def check_served(workload: Workload, system: System | Fleet) -> None:
+    """Raise RequestTooLarge for the first request that some replica it may come to can never hold; see ``check_fits``.
+
+    Prefill replicas only hold prompts.
+    """
+    if not isinstance(system, Fleet):
+        check_fits(workload, system.config)
+        return
+    prompts = replace(workload, num_output_tokens=np.ones_like(workload.num_output_tokens))
+    for pool in system.pools:
+        check_fits(prompts if pool.role == "prefill" else workload, pool.system.config)
 
 
 def check_fits(workload: Workload, config: SchedulerConfig) -> None:

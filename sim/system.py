@@ -15,6 +15,7 @@ from windtunnel.sim.engine.swap import SwapConfig, SwapScheduler
 from windtunnel.sim.noise import StepNoise
 from windtunnel.sim.simulated import NoisySimExecutor, SimExecutor
 from windtunnel.sim.speculation import Drafting
+from windtunnel.sim.tenancy import GatewayConfig
 
 ROUTERS = ("vllm", "round_robin")
 
@@ -50,6 +51,8 @@ class System:
     """Prompt tokens of requests without a first token from which on a new one is rejected; None is no limit."""
     noise_seed: int | None = None
     """Steps scatter by the ``sigma`` of the fitted ``cost`` (``StepNoise``); None is the prediction itself."""
+    gateway: GatewayConfig | None = None
+    """What queues requests before the server, one queue a tenant; None lets all of them in as they come."""
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:

@@ -45,6 +45,10 @@ class Workload:
     """A client-side limit on requests in flight: a due request waits at the client for its turn (closed loop)."""
     request_timeout_ns: int | None = None
     """How long after sending the client gives a request up whose answer is not complete; None is never."""
+    tenant: IntArray | None = None
+    """Per row the place of its tenant (whose request it is) in ``tenants``; None where there are none."""
+    tenants: tuple[str, ...] = ()
+    """Names of the tenants; some may have no request."""
     source: str = "synthetic"
     """Where it comes from, for reports."""
     notes: tuple[str, ...] = field(default=())
@@ -76,12 +80,30 @@ class Workload:
             raise ValueError("requests must be in order of arrival_ns")
         if n and bool((self.previous >= np.arange(n)).any()):
             raise ValueError("previous must name an earlier row")
+        _check_tenants(self)
         if self.content is not None and len(self.content) != n:
             raise ValueError(f"content has {len(self.content)} rows, arrival_ns has {n}")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ValueError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
         if self.request_timeout_ns is not None and self.request_timeout_ns < 1:
             raise ValueError(f"request_timeout_ns must be at least 1, got {self.request_timeout_ns}")
+
+
+def _check_tenants(load: Workload) -> None:
+    if load.tenant is None:
+        if load.tenants:
+            raise ValueError(f"there are tenants ({', '.join(load.tenants)}), but no column says whose a request is")
+        return
+    if len(load.tenant) != len(load):
+        raise ValueError(f"tenant has {len(load.tenant)} rows, arrival_ns has {len(load)}")
+    if len(set(load.tenants)) < len(load.tenants):
+        raise ValueError(f"every tenant must have a name of its own, got {', '.join(load.tenants)}")
+    if len(load) and not 0 <= int(load.tenant.min()) <= int(load.tenant.max()) < len(load.tenants):
+        raise ValueError(f"tenant must be from 0 to {len(load.tenants) - 1}, the places in tenants")
+    turns = np.flatnonzero(load.previous >= 0)
+    others = turns[load.tenant[turns] != load.tenant[load.previous[turns]]]
+    if len(others):
+        raise ValueError(f"row {int(others[0])} follows a request of another tenant: a conversation belongs to one")
 
 
 def workload(
@@ -98,6 +120,8 @@ def workload(
     labels: tuple[str, ...] | None = None,
     max_concurrency: int | None = None,
     request_timeout_ns: int | None = None,
+    tenant: npt.ArrayLike | None = None,
+    tenants: tuple[str, ...] = (),
     source: str = "synthetic",
     notes: tuple[str, ...] = (),
 ) -> Workload:
@@ -118,6 +142,8 @@ def workload(
         labels=labels,
         max_concurrency=max_concurrency,
         request_timeout_ns=request_timeout_ns,
+        tenant=None if tenant is None else _column(tenant),
+        tenants=tenants,
         source=source,
         notes=notes,
     )

@@ -23,6 +23,11 @@ class World(simpy.Environment):
         """The present, in nanoseconds from the start of the run."""
         return cast(int, self._now)
 
+    @property
+    def num_pending(self) -> int:
+        """Events that are going to happen."""
+        return len(self._queue)
+
     def call_in(self, delay_ns: int, action: Callable[[Any], None], value: Any = None) -> None:
         """Let ``action(value)`` happen ``delay_ns`` from now."""
         event = Occurrence(self)

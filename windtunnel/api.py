@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from windtunnel.scenarios.resolve import Resolved
     from windtunnel.scenarios.schema import Scenario
     from windtunnel.sim.metrics import Summary
+    from windtunnel.sim.metrics.economics import Rates
     from windtunnel.sim.workload import Workload
 
 Progress = Callable[[int, int], None]
@@ -91,17 +92,23 @@ def profiles() -> pd.DataFrame:
 
 def execute(resolved: Resolved, *, progress: Progress | None = None) -> Run:
     """Run a resolved scenario; what ``simulate`` does once every setting is known."""
+    from windtunnel.scenarios.gateway import tenants_alone
     from windtunnel.scenarios.saturation import saturation_request_throughput
     from windtunnel.sim.cost.fitted import extrapolation_warning
+    from windtunnel.sim.fleet.fleet import replicas_by_cost
     from windtunnel.sim.simulate import serve
 
-    workload, system = resolved.workload, resolved.system
+    workload, system = resolved.workload, resolved.served
     records = serve(workload, system, horizon_ns=resolved.horizon_ns, progress=progress)
     saturation = saturation_request_throughput(workload, system) if resolved.measures_saturation else None
     described = resolved.describe()
-    extrapolated = extrapolation_warning(system.cost, (replica.steps for replica in records.replicas))
-    if extrapolated is not None:
-        described["warnings"].append(extrapolated)
+    alone = tenants_alone(workload, system, resolved.horizon_ns) if resolved.measures_tenants_alone else None
+    if alone is not None:
+        described["tenants_alone"] = alone
+    for cost, replicas in replicas_by_cost(records, system):
+        extrapolated = extrapolation_warning(cost, (replica.steps for replica in replicas))
+        if extrapolated is not None:
+            described["warnings"].append(extrapolated)
     return Run(records, workload, {"windtunnel_version": __version__, **described}, saturation)
 
 
@@ -167,7 +174,25 @@ class Run:
             goodput=asked["goodput"],
             saturation_request_throughput=self.saturation_request_throughput,
             percentiles=asked["percentiles"],
+            tenant_weights=self._tenant_weights(),
+            tenants_alone=self.resolved.get("tenants_alone"),
+            rates=self._rates,
+            currency=self.resolved.get("rates", {}).get("currency", ""),
         )
+
+    @cached_property
+    def _rates(self) -> Rates:
+        """Price and power of a replica's GPUs; runs of before know neither."""
+        from windtunnel.sim.metrics.economics import Rates
+
+        told, hardware = self.resolved.get("rates"), self.resolved["hardware"]
+        if told is None:
+            return Rates(hardware["tensor_parallel_size"] * hardware.get("pipeline_parallel_size", 1))
+        return Rates(**{key: value for key, value in told.items() if key != "currency"})
+
+    def _tenant_weights(self) -> dict[str, float]:
+        tenants = (self.resolved.get("gateway") or {}).get("tenants", {})
+        return {name: tenant["weight"] for name, tenant in tenants.items()}
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -204,6 +229,20 @@ class Run:
         return _frame(replica_columns(self.records, "preemptions"))
 
     @cached_property
+    def evictions(self) -> pd.DataFrame:
+        """Who lost what for whom: one row a preemption of any replica, in order of time.
+
+        As ``preemptions``, with how often the victim had been preempted by then (``number``) and the share of the KV
+        blocks in use right before and after.
+        """
+        from dataclasses import fields
+
+        from windtunnel.sim.metrics.economics import eviction_log
+
+        log = eviction_log(self.records)
+        return _frame({field.name: getattr(log, field.name) for field in fields(log)})
+
+    @cached_property
     def drafts(self) -> pd.DataFrame:
         """One row a position of a draft: how often it was verified and how often it held."""
         return _frame(replica_columns(self.records, "drafts"))
@@ -233,7 +272,7 @@ class Run:
         return ReportContext(
             title=told["scenario"]["name"],
             model=hardware["model"] or "",
-            gpu=f"{hardware['num_gpus']} x {hardware['gpu']}" if hardware["gpu"] else "",
+            gpu=_gpus(told),
             engine=told["engine"],
             cost_model=shown_name(told["metadata"]),
             calibrated=told["metadata"]["cost_model_calibrated"],
@@ -248,6 +287,8 @@ class Run:
             notes=tuple(told["notes"]),
             warnings=tuple(told["warnings"]),
             labels=self.workload.labels,
+            tenants=self.workload.tenants,
+            tenant=self.workload.tenant,
         )
 
     def _median_step_s(self) -> float | None:
@@ -295,6 +336,16 @@ class Run:
     def __repr__(self) -> str:
         name = self.resolved["scenario"]["name"]
         return f"<Run {name}: {self.statistics.completed:,} of {len(self.records.requests):,} requests finished>"
+
+
+def _gpus(told: Mapping[str, Any]) -> str:
+    """Kind and number of the GPUs (that there are at the start), of each pool of a fleet."""
+    hardware = told["hardware"]
+    found: dict[str | None, int] = {}
+    for pool in told.get("fleet", {}).get("pools", {}).values():
+        found[pool["gpu"]] = found.get(pool["gpu"], 0) + pool["replicas"] * pool["gpus_per_replica"]
+    found = found or {hardware["gpu"]: hardware["num_gpus"]}
+    return ", ".join(f"{count} x {name}" for name, count in found.items() if name)
 
 
 def _frame(columns: Mapping[str, Any]) -> pd.DataFrame:

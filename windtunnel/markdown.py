@@ -6,7 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from windtunnel.reports.answer import answer
 from windtunnel.reports.context import ReportContext
+from windtunnel.reports.economics import PAIR_HEADS, cost_rows, pair_cells, preemption_rows
+from windtunnel.reports.fleet import fleet_rows, pool_table
+from windtunnel.reports.tenants import tenant_heads, tenant_rows, tenant_sentences
 from windtunnel.reports.text import measured
+from windtunnel.reports.transfers import transfer_rows
 from windtunnel.reports.words import count, milliseconds, percent
 from windtunnel.sim.metrics import LatencyStats, Summary
 from windtunnel.sim.metrics.summary import percent_word
@@ -26,6 +30,12 @@ def render_markdown(records: Records, summary: Summary, context: ReportContext) 
         [" ".join(context.calibrated_by)],
         list(_latencies(summary)),
         list(_load(summary)),
+        list(_rows("cost and energy", cost_rows(summary.economics))),
+        list(_rows("what preemptions cost", preemption_rows(summary.economics))),
+        list(_evictions(summary, context)),
+        list(_rows("prefill to decode", transfer_rows(summary.transfers)) if summary.transfers else ()),
+        list(_tenants(summary)),
+        list(_fleet(summary)),
         list(_objectives(summary)),
         [f"> **Warning:** {text}" for text in (*context.warnings, *summary.warnings)],
     ]
@@ -65,6 +75,40 @@ def _load(summary: Summary) -> Iterator[str]:
     if summary.goodput is not None:
         rows.append((f"good requests ({summary.goodput.limits})", percent(summary.goodput.good_share)))
     yield from _table(["", "value"], rows)
+
+
+_NUM_PAIRS = 5
+
+
+def _rows(title: str, rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    known = list(rows)
+    if known:
+        yield from _table([title, "value"], known)
+
+
+def _evictions(summary: Summary, context: ReportContext) -> Iterator[str]:
+    """Who lost the most for whom."""
+    own = summary.economics.preemption
+    if own is not None:
+        rows = [pair_cells(pair, context.label) for pair in own.pairs[:_NUM_PAIRS]]
+        yield from _table([head.lower() for head in PAIR_HEADS], rows)
+
+
+def _tenants(summary: Summary) -> Iterator[str]:
+    if summary.tenants is not None:
+        yield from _table([head.lower() for head in tenant_heads(summary)], tenant_rows(summary))
+        yield ""
+        yield " ".join(tenant_sentences(summary.tenants))
+
+
+def _fleet(summary: Summary) -> Iterator[str]:
+    of = summary.fleet
+    if of is None:
+        return
+    yield from _table(["fleet", "value"], fleet_rows(of))
+    pools = pool_table(summary)
+    yield ""
+    yield from _table([head.lower() for head in pools.heads], pools.rows)
 
 
 def _objectives(summary: Summary) -> Iterator[str]:

@@ -14,12 +14,13 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from windtunnel.sim.fleet.records import FleetRecords, LifeTable, PoolFacts, ScalingTable, StayTable, TransferTable
 from windtunnel.sim.records import (
     DraftTable,
     Outcome,
@@ -48,8 +49,12 @@ _WORKLOAD_COLUMNS = (
     "previous",
     "think_ns",
 )
-_TEXT_COLUMNS = ("label", "outcome_name")
+_TEXT_COLUMNS = ("label", "outcome_name", "tenant")
 _TABLES = ("workload", "requests", *_REPLICA_TABLES)
+_FLEET_TABLES = {"lives": LifeTable, "stays": StayTable, "scalings": ScalingTable, "transfers": TransferTable}
+"""Tables that only a fleet has."""
+_LATER_COLUMNS: dict[Any, dict[str, int]] = {StepTable: {"recomputed_tokens": -1, "decode_only_ns": -1}}
+"""Columns that runs of before lack, and what they then hold."""
 _REPLICA_FACTS = (
     "num_usable_blocks",
     "block_size",
@@ -224,7 +229,7 @@ def _tables_of_run(folder: Path) -> list[str]:
         suffix = _format_of(json.loads((folder / RESOLVED_FILE).read_text("utf-8"))["records"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return [f"{name}.{suffix}" for name in _TABLES]
+    return [f"{name}.{suffix}" for name in (*_TABLES, *_FLEET_TABLES)]
 
 
 def _format_of(facts: Mapping[str, Any]) -> RecordsFormat:
@@ -241,21 +246,33 @@ def _tables(run: SavedRun) -> dict[str, dict[str, Any]]:
     workload: dict[str, Any] = {name: getattr(run.workload, name) for name in _WORKLOAD_COLUMNS}
     if run.workload.labels is not None:
         workload["label"] = list(run.workload.labels)
+    if run.workload.tenant is not None:
+        workload["tenant"] = _tenant_names(run.workload, run.workload.tenant)
     replicas = {name: replica_columns(run.records, name) for name in _REPLICA_TABLES}
-    return {"workload": workload, "requests": request_columns(run.records, run.workload), **replicas}
+    fleet = run.records.fleet
+    own = {} if fleet is None else {name: dict(table_columns(table)) for name, table in _fleet_tables(fleet).items()}
+    return {"workload": workload, "requests": request_columns(run.records, run.workload), **replicas, **own}
 
 
 def request_columns(records: Records, workload: Workload) -> dict[str, Any]:
     """Columns of the requests, with what joins them to their source and what people read.
 
     ``label`` behind ``request`` is the request's name in its source (None where it has none), ``outcome_name`` behind
-    ``outcome`` the outcome in words; last come latencies in seconds, defined as by ``vllm bench serve`` and NaN where
+    ``outcome`` the outcome in words, ``tenant`` behind that the tenant's name if there are tenants; last come
+    latencies in seconds, defined as by ``vllm bench serve`` and NaN where
     the request did not get so far (``tpot_s`` also for a single output token, which has none).
     """
     own = dict(table_columns(records.requests))
     names = np.array([outcome.name.lower() for outcome in Outcome], object)[own["outcome"]]
     columns = {"request": own.pop("request"), "label": _labels(records, workload), "outcome": own.pop("outcome")}
-    return {**columns, "outcome_name": names, **own, **_request_seconds(records)}
+    columns["outcome_name"] = names
+    if workload.tenant is not None:
+        columns["tenant"] = _tenant_names(workload, workload.tenant[records.requests.request])
+    return {**columns, **own, **_request_seconds(records)}
+
+
+def _tenant_names(workload: Workload, places: Any) -> Any:
+    return np.array(workload.tenants, object)[places]
 
 
 def _labels(records: Records, workload: Workload) -> Any:
@@ -298,7 +315,8 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _workload_facts(workload: Workload) -> dict[str, Any]:
-    return {"source": workload.source, "notes": workload.notes, "max_concurrency": workload.max_concurrency}
+    facts = {"source": workload.source, "notes": workload.notes, "max_concurrency": workload.max_concurrency}
+    return {**facts, **({"tenants": workload.tenants} if workload.tenants else {})}
 
 
 def _facts(records: Records) -> dict[str, Any]:
@@ -306,7 +324,18 @@ def _facts(records: Records) -> dict[str, Any]:
         "end_ns": int(records.end_ns),
         "stalled": bool(records.stalled),
         "replicas": [{fact: _fact(getattr(replica, fact)) for fact in _REPLICA_FACTS} for replica in records.replicas],
+        **({} if records.fleet is None else {"fleet": _fleet_facts(records.fleet)}),
     }
+
+
+def _fleet_tables(fleet: FleetRecords) -> dict[str, Any]:
+    """The tables that there are: of transfers only where caches are handed over."""
+    return {name: table for name in _FLEET_TABLES if (table := getattr(fleet, name)) is not None}
+
+
+def _fleet_facts(fleet: FleetRecords) -> dict[str, Any]:
+    plain = {key: getattr(fleet, key) for key in ("router", "on_crash", "router_block_tokens")}
+    return {**plain, "pools": [asdict(pool) for pool in fleet.pools], "tables": list(_fleet_tables(fleet))}
 
 
 def _fact(value: int | bool) -> int | bool:
@@ -374,7 +403,8 @@ def read_run(folder: Path) -> SavedRun:
         resolved = json.loads((folder / RESOLVED_FILE).read_text("utf-8"))
         summary = json.loads((folder / SUMMARY_FILE).read_text("utf-8"))
         suffix = _format_of(resolved["records"])
-        tables = {name: _read_table(folder / f"{name}.{suffix}") for name in _TABLES}
+        names = (*_TABLES, *resolved["records"].get("fleet", {}).get("tables", ()))
+        tables = {name: _read_table(folder / f"{name}.{suffix}") for name in names}
         workload = _workload(resolved.pop("requests"), tables["workload"])
         return SavedRun(workload, _records(resolved.pop("records"), tables), summary, resolved)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException) as error:
@@ -406,9 +436,17 @@ def _workload(facts: Mapping[str, Any], columns: Mapping[str, Any]) -> Workload:
         **own,
         labels=tuple(str(label) for label in columns["label"]) if "label" in columns else None,
         max_concurrency=facts["max_concurrency"],
+        **_tenants(tuple(facts.get("tenants", ())), columns),
         source=str(facts["source"]),
         notes=tuple(facts["notes"]),
     )
+
+
+def _tenants(names: tuple[str, ...], columns: Mapping[str, Any]) -> dict[str, Any]:
+    if not names:
+        return {}
+    places = {name: place for place, name in enumerate(names)}
+    return {"tenant": np.array([places[name] for name in columns["tenant"]], np.int64), "tenants": names}
 
 
 def _records(facts: Mapping[str, Any], tables: Mapping[str, Any]) -> Records:
@@ -417,7 +455,14 @@ def _records(facts: Mapping[str, Any], tables: Mapping[str, Any]) -> Records:
         own = {name: _table(kind, _rows_of(tables[name], index)) for name, kind in _REPLICA_TABLES.items()}
         replicas.append(ReplicaRecords(**own, **{fact: described[fact] for fact in _REPLICA_FACTS}))
     requests = _table(RequestTable, tables["requests"])
-    return Records(requests, tuple(replicas), int(facts["end_ns"]), bool(facts["stalled"]))
+    fleet = _fleet(facts["fleet"], tables) if "fleet" in facts else None
+    return Records(requests, tuple(replicas), int(facts["end_ns"]), bool(facts["stalled"]), fleet)
+
+
+def _fleet(facts: Mapping[str, Any], tables: Mapping[str, Any]) -> FleetRecords:
+    own = {name: _table(kind, tables[name]) for name, kind in _FLEET_TABLES.items() if name in tables}
+    plain = {key: facts[key] for key in ("router", "on_crash", "router_block_tokens")}
+    return FleetRecords(pools=tuple(PoolFacts(**pool) for pool in facts["pools"]), **own, **plain)
 
 
 def _rows_of(columns: Mapping[str, Any], replica: int) -> dict[str, Any]:
@@ -426,4 +471,7 @@ def _rows_of(columns: Mapping[str, Any], replica: int) -> dict[str, Any]:
 
 
 def _table(kind: Any, columns: Mapping[str, Any]) -> Any:
-    return kind(**{field.name: np.ascontiguousarray(columns[field.name], np.int64) for field in fields(kind)})
+    num_rows = len(next(iter(columns.values())))
+    found = {name: np.full(num_rows, value, np.int64) for name, value in _LATER_COLUMNS.get(kind, {}).items()}
+    named = [field.name for field in fields(kind) if field.name in columns or field.name not in found]
+    return kind(**found | {name: np.ascontiguousarray(columns[name], np.int64) for name in named})

@@ -118,6 +118,7 @@ class Source:
                 overrides.pop(key, None)
         overrides |= {key: Override(*given) for key, given in more.items()}
         resolved = resolve(load_scenario(self.scenario, overrides))
+        resolved.check_is_one_server("windtunnel validate")
         return replace(resolved, measures_saturation=False, horizon_ns=None)
 
     @property

@@ -170,6 +170,7 @@ _ENDING_OF = {
     Outcome.UNFINISHED: Ending.CUT_OFF,
     Outcome.REJECTED: Ending.REFUSED,
     Outcome.ABORTED: Ending.TIMED_OUT,
+    Outcome.LOST: Ending.BROKEN,
 }
 _ENDINGS = [int(_ENDING_OF[outcome]) for outcome in Outcome]
 

@@ -31,6 +31,7 @@ def describe(workload: Workload) -> dict[str, Any]:
         "duration_s": float(due_ns.max()) / 1e9 if len(due_ns) else 0.0,
         **_arrival_numbers(due_ns),
         "max_concurrency": workload.max_concurrency,
+        **({} if workload.tenant is None else {"tenants": _tenants(workload.tenant, workload.tenants)}),
         "prompt_tokens": _lengths(workload.num_prompt_tokens),
         "output_tokens": _lengths(workload.num_output_tokens),
         "shared_prompt_tokens": int(shared.sum()),
@@ -46,6 +47,11 @@ def _arrival_numbers(due_ns: IntArray) -> dict[str, float | None]:
         "request_rate_per_s": 1.0 / mean_s if mean_s else None,
         "burstiness_cv": float(gaps_s.std()) / mean_s if mean_s else None,
     }
+
+
+def _tenants(tenant: IntArray, names: tuple[str, ...]) -> dict[str, int]:
+    """Requests of each tenant."""
+    return dict(zip(names, np.bincount(tenant, minlength=len(names)).tolist(), strict=True))
 
 
 def _lengths(tokens: IntArray) -> dict[str, float | int]:

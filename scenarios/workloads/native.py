@@ -8,6 +8,7 @@
 ``max_tokens``      Declared limit of output tokens (default: ``num_output_tokens``).
 ``priority``        Smaller is more urgent (default 0).
 ``request_id``      A name for reports (default: the line).
+``tenant``          Whose request it is (default, where others have one: ``default``).
 ``session_id``      Turns of one conversation, in order.  The prompt of a turn contains all that was said before it.
                     A turn without an arrival follows the answer to the turn before.
 ``think_s``         The pause before such a turn; or ``think_ms``, ``think_ns`` (default 0).
@@ -33,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from windtunnel.scenarios.workloads.cells import TimeArray, integers, times, token_counts
-from windtunnel.scenarios.workloads.errors import BadRows, OnBadRow, TraceError, brief, names
+from windtunnel.scenarios.workloads.errors import BadRows, OnBadRow, TraceError, brief, names, printable
 from windtunnel.scenarios.workloads.files import PathLike, Table, parse_csv, parse_json_lines, read_text
 from windtunnel.scenarios.workloads.rows import FOLLOWS_BAD, Content, TraceRows, line_labels, pick
 from windtunnel.scenarios.workloads.timeunit import UNIT_NS, TimeUnit, to_ns
@@ -50,6 +51,7 @@ COLUMNS = frozenset(
         "max_tokens",
         "priority",
         "request_id",
+        "tenant",
         "session_id",
         "prefix_group",
         "prefix_tokens",
@@ -61,6 +63,8 @@ COLUMNS = frozenset(
 CSV_MARK = "# windtunnel-workload "
 JSON_MARK = "windtunnel_workload"
 VERSION = 1
+DEFAULT_TENANT = "default"
+"""Whose a request is that names no tenant where others do."""
 
 _MAX = 2**62
 _LONGEST_PAUSE_NS = 10**18
@@ -74,6 +78,7 @@ class Preamble:
     notes: tuple[str, ...]
     max_concurrency: int | None
     num_streams: int
+    tenants: tuple[str, ...]
 
 
 def read(path: PathLike, *, on_bad_row: OnBadRow = "error") -> TraceRows:
@@ -84,7 +89,7 @@ def read(path: PathLike, *, on_bad_row: OnBadRow = "error") -> TraceRows:
     text = read_text(path)
     made_by_us, table = _table(path, text)
     _check_columns(table)
-    rows, keep, note = _rows(table, on_bad_row)
+    rows, keep, note = _rows(table, on_bad_row, () if made_by_us is None else made_by_us.tenants)
     notes = (*table.unused_note(COLUMNS), *note)
     if made_by_us is None:
         labels = rows.labels or line_labels(table.line_numbers)
@@ -126,6 +131,7 @@ def _preamble(path: PathLike, text: str) -> Preamble:
             tuple(str(note) for note in values["notes"]),
             None if values["max_concurrency"] is None else _whole(values["max_concurrency"], 1),
             _whole(values["num_streams"], 0),
+            tuple(str(name) for name in values.get("tenants", ())),
         )
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise TraceError(
@@ -160,7 +166,7 @@ def _check_columns(table: Table) -> None:
         raise TraceError(table.path, table.header_line, "prefix_group and prefix_tokens belong together: give both")
 
 
-def _rows(table: Table, on_bad_row: OnBadRow) -> tuple[TraceRows, IntArray, tuple[str, ...]]:
+def _rows(table: Table, on_bad_row: OnBadRow, tenants: tuple[str, ...]) -> tuple[TraceRows, IntArray, tuple[str, ...]]:
     bad = table.bad
     prompt = token_counts("num_prompt_tokens", table.column("num_prompt_tokens"), bad)
     output = token_counts("num_output_tokens", table.column("num_output_tokens"), bad)
@@ -173,6 +179,7 @@ def _rows(table: Table, on_bad_row: OnBadRow) -> tuple[TraceRows, IntArray, tupl
     when = _times(arrival_name, arrivals, previous, bad)
     _check_arrivals(arrival_name, previous, has_arrival, think_ns, bad)
     content, num_streams = _content(table, prompt, output)
+    tenant, tenants = _tenants(table, tenants, previous)
     _spread(previous, bad)
     keep, note = bad.settle(on_bad_row)
     labels = table.find("request_id")
@@ -191,8 +198,26 @@ def _rows(table: Table, on_bad_row: OnBadRow) -> tuple[TraceRows, IntArray, tupl
         content=content,
         num_streams=num_streams,
         labels=None if labels is None else tuple("" if label is None else str(label) for label in labels),
+        tenant=tenant,
+        tenants=tenants,
     )
     return rows, np.flatnonzero(keep), note
+
+
+def _tenants(table: Table, known: tuple[str, ...], previous: IntArray) -> tuple[IntArray | None, tuple[str, ...]]:
+    """The tenants' places and names, those in ``known`` first, then as they come up in the file."""
+    cells = table.find("tenant")
+    if cells is None:
+        return None, ()
+    places = {name: place for place, name in enumerate(known)}
+    named = [
+        printable(str(cell)) if there else DEFAULT_TENANT for cell, there in zip(cells, _filled(cells), strict=True)
+    ]
+    tenant = np.array([places.setdefault(name, len(places)) for name in named], np.int64)
+    for row in np.flatnonzero((previous >= 0) & (tenant != tenant[previous])).tolist():
+        before = named[int(previous[row])]
+        table.bad.add(row, f"its tenant is {brief(named[row])}, that of the turn before {brief(before)}")
+    return tenant, tuple(places)
 
 
 def _filled(cells: Sequence[Any]) -> list[bool]:
@@ -412,4 +437,5 @@ def preamble(workload: Workload) -> dict[str, Any]:
         "notes": list(workload.notes),
         "max_concurrency": workload.max_concurrency,
         "num_streams": workload.num_streams,
+        **({"tenants": list(workload.tenants)} if workload.tenants else {}),
     }

@@ -42,6 +42,9 @@ class TraceRows:
     content: Content | None = None
     num_streams: int = 0
     labels: tuple[str, ...] | None = None
+    tenant: IntArray | None = None
+    """Place of each row's tenant in ``tenants``."""
+    tenants: tuple[str, ...] = ()
     max_concurrency: int | None = None
     from_start: bool = False
     """Times already count from the start of the run, so they are not shifted."""
@@ -140,6 +143,7 @@ def pick(rows: TraceRows, keep: IntArray) -> TraceRows:
         think_ns=column(rows.think_ns),
         content=None if rows.content is None else tuple(rows.content[row] for row in keep.tolist()),
         labels=None if rows.labels is None else tuple(rows.labels[row] for row in keep.tolist()),
+        tenant=column(rows.tenant),
     )
 
 
@@ -169,6 +173,8 @@ def _sorted_workload(rows: TraceRows, due_ns: IntArray, notes: tuple[str, ...]) 
         num_streams=rows.num_streams,
         labels=None if rows.labels is None else _all_printable(tuple(rows.labels[i] for i in order.tolist())),
         max_concurrency=rows.max_concurrency,
+        tenant=None if rows.tenant is None else rows.tenant[order],
+        tenants=rows.tenants,
         source=printable(f"{Path(rows.path).name} ({rows.format})" if rows.source is None else rows.source),
         notes=_all_printable((*rows.notes, *notes, *note)),
     )

@@ -11,15 +11,16 @@ from windtunnel.scenarios.workloads.durations import DURATION_KINDS
 from windtunnel.scenarios.workloads.lengths import LENGTH_KINDS
 from windtunnel.scenarios.workloads.specs import REQUIRED, Parameter, Range, parameters_of
 from windtunnel.scenarios.workloads.synthetic import Prefixes, Sessions
+from windtunnel.scenarios.workloads.tenants import TenantLoad
 
 Schema = dict[str, Any]
 
-DEFINITIONS = {"lengths": "Lengths", "durations": "Durations"}
+DEFINITIONS = {"lengths": "Lengths", "durations": "Durations", "arrivals": "Arrivals"}
 """Name of the definition of each kind of nested distribution."""
 
 
 def definitions() -> dict[str, Schema]:
-    """Schemas of Lengths, Durations, Arrivals, Prefixes and Sessions, which refer to each other by ``#/$defs/``."""
+    """Schemas of Lengths, Durations, Arrivals, Prefixes, Sessions and tenants, which name each other."""
     return {
         "Lengths": {
             "description": "Numbers of tokens: one number for all, or a distribution.",
@@ -41,6 +42,7 @@ def definitions() -> dict[str, Schema]:
         },
         "Prefixes": _table(Prefixes, {}),
         "Sessions": _table(Sessions, {}),
+        "TenantLoad": _table(TenantLoad, {}),
     }
 
 

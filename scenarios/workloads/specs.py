@@ -91,7 +91,7 @@ SECONDS_OR_NONE = Range(least=0, seconds=True)
 class Nested:
     """Marks a parameter that is itself a distribution of "lengths" or "durations"."""
 
-    of: Literal["lengths", "durations"]
+    of: Literal["lengths", "durations", "arrivals"]
 
 
 @dataclass(frozen=True, slots=True)

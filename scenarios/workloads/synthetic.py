@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -23,6 +23,15 @@ from windtunnel.scenarios.workloads.specs import (
     build_one,
     check_parameters,
     shown,
+)
+from windtunnel.scenarios.workloads.tenants import (
+    TenantLoad,
+    Tenants,
+    labelled,
+    merged,
+    num_requests_of,
+    shares_of,
+    tenants_from,
 )
 from windtunnel.sim.rng import stream
 from windtunnel.sim.workload import IntArray, Segment, Workload, workload
@@ -106,6 +115,7 @@ def synthetic_workload(
     max_concurrency: int | None = None,
     max_tokens: int | None = None,
     priorities: Mapping[int, float] | None = None,
+    tenants: Tenants | None = None,
 ) -> Workload:
     """Requests drawn from distributions; the same seed gives the same requests.
 
@@ -113,6 +123,10 @@ def synthetic_workload(
     one leaves the others as they are.  ``num_requests`` counts turns where there are sessions, and is None where those
     have a number of their own.  ``max_tokens`` is declared by every request and cuts longer answers; None declares
     the true length.  ``priorities`` maps a priority to its weight (of a request, or of a whole conversation).
+
+    ``tenants`` maps names to shares of the requests (or conversations), or to a table with the fields of
+    ``TenantLoad``.  Where one of those asks for more than a share, each tenant's requests are drawn by themselves and
+    share no prefix with those of others.
 
     Raises ValueError for a description that is none or a value out of range.
     """
@@ -123,28 +137,48 @@ def synthetic_workload(
         prefixes_from(prefixes) if isinstance(prefixes, Mapping) else prefixes,
         max_tokens,
         seed,
+        priorities,
     )
     if max_tokens is not None:
         TOKENS.check("max_tokens", max_tokens)
     talks = sessions_from(sessions) if isinstance(sessions, Mapping) else sessions
-    turns = _independent(spec, num_requests) if talks is None else _conversations(spec, talks, num_requests)
+    loads = None if tenants is None else tenants_from(tenants)
+    if loads is None or all(load.is_plain for load in loads.values()):
+        drawn = _drawn(spec, talks, num_requests)
+        drawn = drawn if loads is None else labelled(drawn, loads, spec.rng("tenant"))
+    elif any(load.has_arrivals for load in loads.values()):
+        drawn = _by_own_arrivals(spec, talks, loads, num_requests)
+    else:
+        drawn = _by_shares(spec, talks, loads, num_requests)
+    return replace(drawn, max_concurrency=max_concurrency)
+
+
+def _drawn(spec: _Spec, sessions: Sessions | None, num_requests: int | None) -> Workload:
+    turns = _turns(spec, sessions, num_requests)
+    num_conversations = int((turns.previous < 0).sum())
+    return _placed(spec, sessions, turns, spec.arrivals.sample_ns(spec.rng("arrivals"), num_conversations))
+
+
+def _turns(spec: _Spec, sessions: Sessions | None, num_requests: int | None) -> _Turns:
+    return _independent(spec, num_requests) if sessions is None else _conversations(spec, sessions, num_requests)
+
+
+def _placed(spec: _Spec, sessions: Sessions | None, turns: _Turns, first_ns: IntArray) -> Workload:
+    """The turns, whose conversations begin at these times."""
     first = turns.previous < 0
     conversation = np.cumsum(first) - 1
-    num_conversations = int(first.sum())
-    arrival_ns = np.where(first, spec.arrivals.sample_ns(spec.rng("arrivals"), num_conversations)[conversation], -1)
     return workload(
-        arrival_ns,
+        np.where(first, first_ns[conversation], -1),
         turns.prompt,
         turns.output,
-        max_tokens=None if max_tokens is None else np.full(len(turns.output), max_tokens, np.int64),
-        priority=_priorities(spec, priorities, num_conversations)[conversation],
+        max_tokens=None if spec.max_tokens is None else np.full(len(turns.output), spec.max_tokens, np.int64),
+        priority=_priorities(spec, spec.priorities, len(first_ns))[conversation],
         previous=turns.previous,
         think_ns=turns.think_ns,
         content=turns.content,
         num_streams=turns.num_streams,
-        max_concurrency=max_concurrency,
         source="synthetic",
-        notes=(*_notes(spec, talks, seed), *turns.notes),
+        notes=(*_notes(spec, sessions), *turns.notes),
     )
 
 
@@ -156,9 +190,69 @@ class _Spec:
     prefixes: Prefixes | None
     max_tokens: int | None
     seed: int
+    priorities: Mapping[int, float] | None = None
+    names: tuple[str, ...] = ()
+    """Names that tell its random streams from those of others."""
 
     def rng(self, name: str) -> np.random.Generator:
-        return stream(self.seed, "workload", name)
+        return stream(self.seed, "workload", *self.names, name)
+
+
+# -- tenants whose requests differ in more than their number
+
+
+def _by_own_arrivals(
+    spec: _Spec, sessions: Sessions | None, loads: Mapping[str, TenantLoad], num_requests: int | None
+) -> Workload:
+    """Each tenant's requests come by themselves."""
+    if sessions is not None and sessions.num_sessions is not None:
+        raise ValueError("tenants with arrivals of their own count requests: give num_requests, not num_sessions")
+    parts = []
+    for (name, load), number in zip(loads.items(), num_requests_of(loads, num_requests), strict=True):
+        own = replace(_spec_of(spec, name, load), arrivals=load.arrivals())
+        part = _drawn(own, sessions, number) if number else _placed(own, sessions, _NO_TURNS, _NO_TURNS.previous)
+        delay_ns = round(load.start_s * 1e9)
+        parts.append(replace(part, arrival_ns=np.where(part.previous < 0, part.arrival_ns + delay_ns, -1)))
+    return _merged(parts, loads)
+
+
+def _by_shares(
+    spec: _Spec, sessions: Sessions | None, loads: Mapping[str, TenantLoad], num_requests: int | None
+) -> Workload:
+    """Requests come as one stream, each (or each conversation) that of a tenant drawn by the shares."""
+    rng = spec.rng("tenant")
+    shares = np.array(shares_of(loads)) / sum(shares_of(loads))
+    num_sessions = None if sessions is None else sessions.num_sessions
+    total = num_requests if num_requests is not None else num_sessions
+    COUNT.check("num_requests", total)
+    drawn = []
+    for (name, load), number in zip(loads.items(), rng.multinomial(total or 0, shares).tolist(), strict=True):
+        own, talks = _spec_of(spec, name, load), sessions
+        if talks is not None and num_requests is None:
+            talks = replace(talks, num_sessions=number or None)
+        turns = _turns(own, talks, number if num_requests is not None else None) if number else _NO_TURNS
+        drawn.append((own, turns, int((turns.previous < 0).sum())))
+    of = rng.permutation(np.repeat(np.arange(len(drawn)), [count for _, _, count in drawn]))
+    first_ns = spec.arrivals.sample_ns(spec.rng("arrivals"), len(of))
+    parts = [_placed(own, sessions, turns, first_ns[of == place]) for place, (own, turns, _) in enumerate(drawn)]
+    return _merged(parts, loads)
+
+
+def _spec_of(spec: _Spec, name: str, load: TenantLoad) -> _Spec:
+    """What the tenant's requests are drawn from."""
+    return replace(
+        spec,
+        prompt=spec.prompt if load.input is None else lengths_from(load.input, "input"),
+        output=spec.output if load.output is None else lengths_from(load.output, "output"),
+        max_tokens=spec.max_tokens if load.max_tokens is None else load.max_tokens,
+        priorities=spec.priorities if load.priority is None else {load.priority: 1.0},
+        names=("tenant", name),
+    )
+
+
+def _merged(parts: list[Workload], loads: Mapping[str, TenantLoad]) -> Workload:
+    notes = tuple(f"Tenant {name}: {note}" for name, part in zip(loads, parts, strict=True) for note in part.notes)
+    return merged(parts, tuple(loads), "synthetic", notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +264,10 @@ class _Turns:
     content: Content | None
     num_streams: int
     notes: tuple[str, ...] = ()
+
+
+_NOTHING = np.zeros(0, np.int64)
+_NO_TURNS = _Turns(_NOTHING, _NOTHING, _NOTHING, _NOTHING, None, 0)
 
 
 def _independent(spec: _Spec, num_requests: int | None) -> _Turns:
@@ -362,10 +460,10 @@ def _priorities(spec: _Spec, priorities: Mapping[int, float] | None, n: int) -> 
     return levels[np.minimum(drawn, len(levels) - 1)]
 
 
-def _notes(spec: _Spec, sessions: Sessions | None, seed: int) -> tuple[str, ...]:
+def _notes(spec: _Spec, sessions: Sessions | None) -> tuple[str, ...]:
     parts = [f"arrival {shown(spec.arrivals)}", f"input {shown(spec.prompt)}", f"output {shown(spec.output)}"]
     if spec.prefixes is not None:
         parts.append(shown(spec.prefixes))
     if sessions is not None:
         parts.append(shown(sessions))
-    return (f"Drawn with seed {seed}: {'; '.join(parts)}.",)
+    return (f"Drawn with seed {spec.seed}: {'; '.join(parts)}.",)

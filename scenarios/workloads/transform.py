@@ -51,7 +51,7 @@ def slice_time(workload: Workload, start_s: float | None = None, duration_s: flo
     inside = due_ns >= start_ns
     if duration_s is not None and math.isfinite(duration_s):
         inside &= due_ns < start_ns + round(duration_s * 1e9)
-    kept = _take(workload, np.flatnonzero(inside))
+    kept = take(workload, np.flatnonzero(inside))
     until = "to the end" if duration_s is None else f"for {duration_s:,g} s"
     return replace(
         kept,
@@ -69,7 +69,7 @@ def truncate(workload: Workload, num_requests: int | None) -> Workload:
         return workload
     if num_requests < 1:
         raise ValueError(f"limit must be at least 1, got {num_requests}")
-    kept = _take(workload, np.arange(min(num_requests, len(workload))))
+    kept = take(workload, np.arange(min(num_requests, len(workload))))
     return replace(kept, notes=(*workload.notes, f"First {len(kept):,} of {len(workload):,} requests."))
 
 
@@ -99,7 +99,7 @@ def with_arrivals(workload: Workload, arrivals: Arrivals, seed: int) -> Workload
     return replace(workload, arrival_ns=arrival_ns, notes=(*workload.notes, f"Arrivals replaced: {shown(arrivals)}."))
 
 
-def _take(workload: Workload, rows: IntArray) -> Workload:
+def take(workload: Workload, rows: IntArray) -> Workload:
     """Those rows, ascending; every row that one of them follows must be among them."""
     if len(rows) == len(workload):
         return workload
@@ -114,4 +114,5 @@ def _take(workload: Workload, rows: IntArray) -> Workload:
         think_ns=workload.think_ns[rows],
         content=None if workload.content is None else tuple(workload.content[row] for row in rows.tolist()),
         labels=None if workload.labels is None else tuple(workload.labels[row] for row in rows.tolist()),
+        tenant=None if workload.tenant is None else workload.tenant[rows],
     )

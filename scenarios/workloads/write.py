@@ -61,12 +61,14 @@ def _columns(workload: Workload) -> dict[str, Sequence[Any]]:
         columns["content"] = workload.content
     if workload.labels is not None:
         columns["request_id"] = workload.labels
+    if workload.tenant is not None:
+        columns["tenant"] = [workload.tenants[place] for place in workload.tenant.tolist()]
     return columns
 
 
 def _quoting(workload: Workload) -> Literal[0, 2]:
     """The writer quotes its own line ends, but not a lone carriage return, which ends a line for readers."""
-    lone = any("\r" in label for label in workload.labels or ())
+    lone = any("\r" in text for text in (*(workload.labels or ()), *workload.tenants))
     return csv.QUOTE_NONNUMERIC if lone else csv.QUOTE_MINIMAL
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise
 from math import exp, inf, isfinite, log
 from typing import Any, Literal
 
+from windtunnel.sim.metrics.replications import Interval, mean_interval, paired_difference
 from windtunnel.sim.metrics.stability import MIN_RHO, Verdict
 
 TIE = 0.01
 """Numbers that differ by no more than this share of the larger one are level: runs of one seed are not more exact."""
+SMALLEST = 0.005
+"""With replications: the share up to which two numbers are level, however sure it is that they differ."""
 CAPACITY_TIE = 0.03
 """The same of capacities, which are known within about 3 % (``scenarios.saturation``)."""
 MOST_FAILED = 0.01
@@ -72,7 +75,10 @@ _LATENCIES = {
     "itl": "ITL",
     "e2el": "E2EL",
     "client_queue_time": "client queue time",
+    "gateway_wait": "wait at the router",
     "e2el_including_client_queue": "E2EL incl. client queue",
+    "itl_without_stalls": "ITL without own stalls",
+    "itl_without_preemption": "ITL without preemptions",
 }
 _STATISTICS = {"std": "standard deviation of"}
 _METRICS: dict[str, tuple[str, str, Better]] = {
@@ -115,8 +121,57 @@ _METRICS: dict[str, tuple[str, str, Better]] = {
     "slots_mean": ("mean slots held", "", ""),
     "slot_throughput": ("slot throughput", "slots/s", ""),
     "mean_prefill_batch_size": ("mean prompts per batch", "", ""),
+    "gpu_seconds": ("GPU time held", "GPU-s", "lower"),
+    "busy_gpu_seconds": ("GPU time in which steps ran", "GPU-s", "lower"),
+    "prefill_gpu_seconds": ("GPU time of prompt chunks", "GPU-s", ""),
+    "decode_gpu_seconds": ("GPU time of decodes", "GPU-s", ""),
+    "gpu_seconds_per_million_tokens": ("GPU time per million tokens", "GPU-s", "lower"),
+    "cost_per_hour": ("cost per hour", "", "lower"),
+    "run_cost": ("cost of the run", "", "lower"),
+    "cost_per_request": ("cost per request", "", "lower"),
+    "cost_per_million_tokens": ("cost per million tokens", "", "lower"),
+    "cost_per_million_output_tokens": ("cost per million output tokens", "", "lower"),
+    "input_cost_per_million_tokens": ("input cost per million tokens", "", "lower"),
+    "output_cost_per_million_tokens": ("output cost per million tokens", "", "lower"),
+    "energy_kwh": ("energy", "kWh", "lower"),
+    "energy_kwh_per_million_tokens": ("energy per million tokens", "kWh", "lower"),
+    "energy_joules_per_output_token": ("energy per output token", "J", "lower"),
+    "lost_tokens": ("tokens lost to preemptions", "", "lower"),
+    "recomputed_gpu_seconds": ("GPU time of recomputation", "GPU-s", "lower"),
+    "recomputed_busy_share": ("recomputation's share of busy time", "%", "lower"),
+    "recomputed_cost": ("cost of recomputation", "", "lower"),
+    "preemption_share_of_p99_itl": ("preemptions' part in P99 ITL", "%", "lower"),
+    "slow_gaps_stalled_share": ("stalls among gaps above P99", "%", ""),
+    "slow_gaps_recomputing_share": ("recomputation among gaps above P99", "%", ""),
+    "replica_hours": ("replica-hours", "", "lower"),
+    "gpu_hours": ("GPU-hours", "", "lower"),
+    "ready_replicas_mean": ("ready replicas, mean", "", ""),
+    "ready_replicas_peak": ("ready replicas, peak", "", ""),
+    "ready_replicas_min": ("ready replicas, fewest", "", ""),
+    "request_imbalance": ("requests of the busiest replica over the mean", "", "lower"),
+    "router_known_prefix_share": ("prompt tokens that the router thought cached", "%", ""),
+    "waited_at_gateway": ("requests that waited at the router", "", "lower"),
+    "crashes": ("crashes", "", ""),
+    "lost_stays": ("times a request lost its replica", "", "lower"),
+    "retried_requests": ("requests tried again", "", "lower"),
+    "lost": ("requests lost with their replica", "", "lower"),
+    "lost_output_tokens": ("output tokens lost with replicas", "", "lower"),
     "failed_share": ("failed", "%", "lower"),
     "capacity": ("capacity", "req/s", "higher"),
+}
+JAIN_KEY = "tenants_jain_index"
+_TENANT_KEY = re.compile(
+    r"tenant_(.+?)_((?:mean|median|std|p\d+(?:\.\d+)?)_(?:ttft|tpot|itl|e2el|queue_time)_ms"
+    r"|token_share|fair_share_ratio|good_share|num_good_requests|request_throughput|output_throughput|ttft_slowdown"
+    r"|slowdown|completed|rejected|aborted|unfinished|served_tokens|num_requests|num_preemptions|contended_s|weight)"
+)
+_TENANT_METRICS: dict[str, tuple[str, str, Better]] = {
+    "token_share": ("share of the tokens", "%", ""),
+    "fair_share_ratio": ("tokens over its fair part", "", "higher"),
+    "good_share": ("good requests", "%", "higher"),
+    "ttft_slowdown": ("TTFT over that alone", "", "lower"),
+    "slowdown": ("E2EL over that alone", "", "lower"),
+    "rejected": ("rejected requests", "", "lower"),
 }
 
 
@@ -128,6 +183,14 @@ def metric(key: str) -> Metric:
         statistic, name = latency.groups()
         words = f"{_STATISTICS.get(statistic, statistic)} {_LATENCIES.get(name, name.replace('_', ' '))}"
         return Metric(key, words.replace("p", "P", 1) if statistic.startswith("p") else words, "ms", "lower")
+    of_tenant = _TENANT_KEY.fullmatch(key)
+    if of_tenant is not None:
+        tenant, own = of_tenant.groups()
+        known = metric(own)
+        words, unit, better = _TENANT_METRICS.get(own, (known.words, known.unit, known.better))
+        return Metric(key, f"{tenant}: {words}", unit, better)
+    if key == JAIN_KEY:
+        return Metric(key, "Jain's index of tenants", "", "higher")
     words, unit, better = _METRICS.get(key, (key.replace("_", " "), "", ""))
     return Metric(key, words, unit, better)
 
@@ -145,6 +208,19 @@ class ComparedRun:
     """Why."""
     is_contradiction: bool = False
     """Whether it is the settings that vLLM refuses, not what the hardware holds."""
+    replications: tuple[Mapping[str, Any], ...] = ()
+    """Summaries with each of several seeds, in their order, of which ``summary`` has the means; empty for one run."""
+
+    def values(self, key: str) -> list[float]:
+        """The number in each replication; empty for one run, and where a replication has none."""
+        each = [ComparedRun(self.variant, self.place, summary).number(key) for summary in self.replications]
+        known = [value for value in each if value is not None]
+        return known if len(known) == len(each) else []
+
+    def interval(self, key: str) -> Interval | None:
+        """The mean over replications with its interval; None for one run, and where a replication has none."""
+        values = self.values(key)
+        return mean_interval(values, CONFIDENCE) if values else None
 
     def number(self, key: str) -> float | None:
         """A number of the summary, or one of DERIVED; None where there is none, or no finite one.
@@ -195,6 +271,95 @@ class ComparedRun:
 
 
 _TOO_SHORT = Verdict.TOO_SHORT.replace("_", " ")
+
+CONFIDENCE = 0.95
+"""Of the intervals over replications."""
+_WORST_FIRST = (
+    *(Verdict.STALLED, Verdict.OVERLOADED, Verdict.SHEDDING, Verdict.BACKLOGGED, Verdict.STABLE, Verdict.TOO_SHORT),
+)
+"""Too short is no verdict: it is told only where no replication has one."""
+
+
+def replicated(variant: str, place: int, summaries: Sequence[Mapping[str, Any]]) -> ComparedRun:
+    """One run of the summaries of several, with different seeds: their means, and the worst of their verdicts.
+
+    An objective counts as kept if it is kept in all.
+    """
+    worst = min(summaries, key=lambda each: _WORST_FIRST.index(Verdict(each["stability"])))
+    means = {key: _mean([each.get(key) for each in summaries]) for key in summaries[0]}
+    of_all = {"slo_passed": _all_passed(summaries), "slo": _objectives_of_all(summaries)}
+    merged = {**means, **of_all, **{key: worst[key] for key in _OF_THE_VERDICT if key in worst}}
+    return ComparedRun(variant, place, merged, replications=tuple(summaries))
+
+
+_OF_THE_VERDICT = ("stability", "stability_reason", "steady_state", "stability_numbers")
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Their mean if all are numbers; what they all are if that is one thing, else the first."""
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        return values[0] if None not in values else None
+    return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
+
+
+def _all_passed(summaries: Sequence[Mapping[str, Any]]) -> bool | None:
+    passed = [each.get("slo_passed") for each in summaries]
+    return None if None in passed else all(passed)
+
+
+def _objectives_of_all(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    by_objective = zip(*(each.get("slo") or [] for each in summaries), strict=True)
+    return [
+        {
+            **results[0],
+            "measured": _mean([result["measured"] for result in results]),
+            "passed": all(result["passed"] for result in results),
+        }
+        for results in by_objective
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """By how much a number differs between two runs of several replications, seed against seed."""
+
+    key: str
+    absolute: Interval
+    """The other's less the base's."""
+    share: Interval | None
+    """The ratio of the means, less 1; None unless the base's values are above 0 and the other's not below.
+
+    Its interval is that of a ratio estimator (Cochran, "Sampling Techniques", 1977, ch. 6): what is left of each pair
+    once the base's value is multiplied by the ratio, over the base's mean.
+    """
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether no difference at all is within the interval: that of the share, where there is one."""
+        return not (self.share or self.absolute).excludes(0.0)
+
+    @property
+    def is_level(self) -> bool:
+        """Whether the two are level: the difference is noise, or too small to matter."""
+        return self.is_noise or (self.share is not None and abs(self.share.mean) <= SMALLEST)
+
+
+def difference(key: str, base: ComparedRun, other: ComparedRun) -> Difference | None:
+    """How a number of ``other`` differs from that of ``base``; None unless both have it in the same replications."""
+    before, after = base.values(key), other.values(key)
+    if len(before) < 2 or len(before) != len(after):
+        return None
+    return Difference(key, paired_difference(before, after, CONFIDENCE), _share_of_change(before, after))
+
+
+def _share_of_change(before: Sequence[float], after: Sequence[float]) -> Interval | None:
+    if min(before) <= 0 or min(after) < 0:
+        return None
+    unit = sum(before) / len(before)
+    ratio = sum(after) / len(after) / unit
+    rest = [(second - ratio * first) / unit + ratio - 1 for first, second in zip(before, after, strict=True)]
+    found = mean_interval(rest, CONFIDENCE)
+    return replace(found, mean=ratio - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +462,18 @@ class ComparedRuns:
             return None
         return 0.0 if own == other else (own - other) / abs(other) if other else None
 
+    def difference(self, run: ComparedRun, key: str) -> Difference | None:
+        """How a number differs from the baseline's at the same place, with its interval; None without replications."""
+        base = self.run(self.baseline, run.place)
+        if run.variant == self.baseline or both_are_offered(key, run, base):
+            return None
+        return difference(key, base, run)
+
+    @property
+    def num_replications(self) -> int:
+        """Runs behind each number; 1 without replications."""
+        return max((len(run.replications) for run in self.runs), default=0) or 1
+
     def is_doubtful(self, run: ComparedRun) -> bool:
         """Whether its latencies are not to be ranked: it was overloaded, or more than a few requests failed.
 
@@ -391,6 +568,9 @@ def are_tied(key: str, first: ComparedRun, second: ComparedRun) -> bool:
     """Whether two runs are level in a number that both have."""
     if both_are_offered(key, first, second):
         return True
+    found = difference(key, first, second)
+    if found is not None:
+        return found.is_level
     return are_level(first.number(key) or 0.0, second.number(key) or 0.0, tie_of(key))
 
 

@@ -60,16 +60,18 @@ def request_latencies(records: Records) -> RequestLatencies:
     )
 
 
-def inter_token_latencies(records: Records) -> Sample:
+def inter_token_latencies(records: Records, rows: BoolArray | None = None) -> Sample:
     """All gaps between successive tokens of one request, pooled over the finished requests.
+
+    ``rows`` marks the rows of the request table that count; all that finished if it is not given.
 
     A gap inside a span is the time between the ends of two successive steps, and occurs once for every span that
     covers both: no list of tokens is made.  A gap between two spans of one request is a stall by preemption.
     """
     values, weights = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    finished = _finished_by_request(records)
+    chosen = finished_by_request(records) if rows is None else by_request(records, rows)
     for replica in records.replicas:
-        first, last, request = _spans_of(replica, finished)
+        first, last, request = spans_of(replica, chosen)
         num_steps = len(replica.steps)
         covering = np.cumsum(np.bincount(first, minlength=num_steps) - np.bincount(last, minlength=num_steps))
         stalls = stall_gaps(replica.steps.end_ns, first, last, request)
@@ -89,7 +91,7 @@ def stall_gaps(step_end_ns: IntArray, first_step: IntArray, last_step: IntArray,
 
 def tokens_per_step(replica: ReplicaRecords, finished: BoolArray) -> IntArray:
     """Tokens that finished requests got at the end of each step; ``finished`` is indexed by request number."""
-    first, last, _ = _spans_of(replica, finished)
+    first, last, _ = spans_of(replica, finished)
     num_steps = len(replica.steps)
     change = np.bincount(first, minlength=num_steps + 1) - np.bincount(last + 1, minlength=num_steps + 1)
     return np.cumsum(change)[:num_steps]
@@ -100,7 +102,7 @@ def peak_tokens_per_second(records: Records) -> float:
 
     Only tokens of finished requests count, as in ``max_output_tokens_per_s`` of ``vllm bench serve``.
     """
-    finished = _finished_by_request(records)
+    finished = finished_by_request(records)
     sent = records.requests.arrival_ns[records.requests.outcome == Outcome.FINISHED]
     if not len(sent):
         return 0.0
@@ -170,14 +172,20 @@ def row_by_request(records: Records) -> IntArray:
     return rows
 
 
-def _finished_by_request(records: Records) -> BoolArray:
+def finished_by_request(records: Records) -> BoolArray:
+    """Whether a request finished, by its number."""
+    return by_request(records, records.requests.outcome == Outcome.FINISHED)
+
+
+def by_request(records: Records, rows: BoolArray) -> BoolArray:
+    """Marks of rows of the request table as marks of request numbers."""
     table = records.requests
-    finished = np.zeros(int(table.request.max(initial=-1)) + 1, np.bool_)
-    finished[table.request] = table.outcome == Outcome.FINISHED
-    return finished
+    chosen = np.zeros(int(table.request.max(initial=-1)) + 1, np.bool_)
+    chosen[table.request] = rows
+    return chosen
 
 
-def _spans_of(replica: ReplicaRecords, chosen: BoolArray) -> tuple[IntArray, IntArray, IntArray]:
+def spans_of(replica: ReplicaRecords, chosen: BoolArray) -> tuple[IntArray, IntArray, IntArray]:
     """First step, last step and request of the spans whose request is chosen."""
     spans = replica.spans
     keep = chosen[spans.request] & (spans.count > 0)

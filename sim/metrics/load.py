@@ -111,6 +111,8 @@ def kv_stats(records: Records, start_ns: int, end_ns: int) -> KvStats:
             peaks.append(float(active.max()))
             cached_peaks.append(float(cached.max()))
     total_ns = float(blocks.sum()) * (end_ns - start_ns)
+    if records.fleet is not None:
+        total_ns = float(np.dot(blocks, present_ns(records, start_ns, end_ns)))
     return KvStats(
         usage_mean=ratio(active_ns, total_ns),
         usage_mean_busy=ratio(active_ns, busy_ns),
@@ -147,7 +149,7 @@ def load_stats(
     alive_ns = float(np.clip(ended, start_ns, end_ns).sum() - np.clip(sent, start_ns, end_ns).sum())
     return LoadStats(
         num_steps=num_steps,
-        busy_share=ratio(busy_ns, span_ns * len(records.replicas)) or 0.0,
+        busy_share=ratio(busy_ns, sum(present_ns(records, start_ns, end_ns))) or 0.0,
         batch_size_mean=ratio(batch_ns, busy_ns),
         batch_size_peak=peaks["batch"],
         tokens_per_step_mean=ratio(tokens, num_steps),
@@ -175,6 +177,16 @@ def utilisation(
         return None, "all requests were due at once, so there is no offered rate"
     rho = offered_rate / saturation_rate
     return rho, f"{offered_rate:,.2f} requests/s offered, {saturation_rate:,.2f}/s at saturation"
+
+
+def present_ns(records: Records, start_ns: int, end_ns: int) -> list[int]:
+    """How long each replica was there between two times: ready, or finishing what it had."""
+    if records.fleet is None:
+        return [end_ns - start_ns] * len(records.replicas)
+    lives = records.fleet.lives
+    gone = np.where(lives.gone_ns < 0, end_ns, lives.gone_ns)
+    there = np.where(lives.ready_ns < 0, 0, np.minimum(gone, end_ns) - np.maximum(lives.ready_ns, start_ns))
+    return [int(time) for time in there.clip(min=0)]
 
 
 def durations(steps: StepTable, start_ns: int, end_ns: int) -> IntArray:

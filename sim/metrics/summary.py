@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from windtunnel.sim.metrics.economics import Economics, Rates, economics
+from windtunnel.sim.metrics.fleet import FleetStats, PoolStats, fleet_stats, held_ns, replica_rates
 from windtunnel.sim.metrics.latency import (
     NS_PER_S,
     RequestLatencies,
@@ -33,6 +35,8 @@ from windtunnel.sim.metrics.load import (
 from windtunnel.sim.metrics.sample import LatencyStats, Sample, latency_stats, sample
 from windtunnel.sim.metrics.slo import GoodputLimits, Slo, SloResult, parse_slos
 from windtunnel.sim.metrics.stability import Stability, Verdict, judge
+from windtunnel.sim.metrics.tenants import TENANT_KEYS, TenantsSummary, TenantStats, tenants_summary
+from windtunnel.sim.metrics.transfers import TransferStats, transfer_stats
 from windtunnel.sim.metrics.waste import SlotUse, TokenWaste, formation_wait_ns, mean_batch_size, slot_use, token_waste
 from windtunnel.sim.metrics.words import plural, seconds
 from windtunnel.sim.records import IntArray, Outcome, Records, is_unservable
@@ -159,6 +163,8 @@ class Summary:
     goodput: Goodput | None
     slo: tuple[SloResult, ...]
     preemption: PreemptionStats
+    economics: Economics
+    """What the run cost, and what preemptions took of it."""
     kv: KvStats
     load: LoadStats
     prefix_cache: PrefixCacheStats
@@ -171,6 +177,12 @@ class Summary:
     swap: SwapStats
     speculation: SpeculationStats | None
     """None without speculative decoding."""
+    tenants: TenantsSummary | None
+    """None without tenants."""
+    transfers: TransferStats | None
+    """None without prefill and decode roles."""
+    fleet: FleetStats | None
+    """None for the replicas of one server."""
     stability: Stability
     warnings: tuple[str, ...]
     """What a reader must know before believing a number."""
@@ -202,12 +214,18 @@ def summarize(
     goodput: str | Iterable[str] | GoodputLimits | None = None,
     saturation_request_throughput: float | None = None,
     percentiles: Sequence[float] = (50, 90, 95, 99),
+    rates: Rates | Sequence[Rates] | None = None,
+    currency: str = "",
+    tenant_weights: Mapping[str, float] | None = None,
+    tenants_alone: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> Summary:
     """Summary of a run.
 
     ``slo`` takes objectives (``Slo``) or their text (``ttft:p99<500ms``), ``goodput`` limits or vLLM's text
     (``ttft:500 tpot:50``), ``saturation_request_throughput`` the requests/s at which the same system is full (then
-    rho is known).
+    rho is known), ``rates`` price and power of the GPUs of each replica, or of all replicas alike.
+    ``tenant_weights`` are those of the gateway (1 for others), ``tenants_alone`` what each tenant saw
+    with the server to itself (``sim.metrics.tenants``).
 
     Raises SloSyntaxError for text that cannot be read, ValueError for a percentile outside 0 … 100, a saturation
     throughput that is not positive, or a goodput objective without goodput limits.
@@ -264,6 +282,7 @@ def summarize(
         goodput=None if limits is None else _goodput(samples.latencies, limits, len(table), duration_ns),
         slo=(),
         preemption=_preemption(records),
+        economics=_economics(records, (start_ns, end_ns), rates, currency),
         kv=kv_stats(records, start_ns, end_ns),
         load=load_stats(records, start_ns, end_ns, littles_law=littles_law, utilisation=rho),
         prefix_cache=_prefix_cache(records),
@@ -273,9 +292,16 @@ def summarize(
         prefill_batch_size=mean_batch_size(records),
         swap=_swap(records),
         speculation=_speculation(records),
+        transfers=transfer_stats(records, start_ns, end_ns, percentiles),
+        tenants=tenants_summary(
+            records, workload, goodput=limits, weights=tenant_weights, alone=tenants_alone, percentiles=percentiles
+        ),
+        fleet=fleet_stats(records, start_ns, end_ns, percentiles),
         stability=stability,
         warnings=(),
     )
+    if summary.fleet is not None:
+        summary = replace(summary, load=replace(summary.load, num_replicas=summary.fleet.num_ready_peak))
     summary = replace(summary, slo=tuple(_check(objective, summary, samples) for objective in slos))
     return replace(summary, warnings=tuple(_warnings(summary)))
 
@@ -308,6 +334,24 @@ class _Samples:
             case "e2el_including_client_queue":
                 return sample(of.e2el_ns + of.client_queue_ns)
         raise KeyError(metric)
+
+
+def _economics(
+    records: Records, window: tuple[int, int], rates: Rates | Sequence[Rates] | None, currency: str
+) -> Economics:
+    """What the run cost; a fleet's replicas are paid for as long as they are there, each pool's at its own price."""
+    if records.fleet is None:
+        return economics(records, window[1] - window[0], rates, currency=currency)
+    held, own = held_ns(records, *window), replica_rates(records.fleet)
+    paid = economics(records, held, own, currency=currency)
+    hours = (window[1] - window[0]) / NS_PER_S / 3600
+    gpus_ns = sum(time * each.num_gpus for time, each in zip(held, own, strict=True))
+    mean_gpus = ratio(gpus_ns, window[1] - window[0]) or 0.0
+    return replace(
+        paid,
+        num_gpus=round(mean_gpus),
+        cost_per_hour=None if paid.cost is None else ratio(paid.cost, hours),
+    )
 
 
 def _slos(given: str | Iterable[str | Slo] | None) -> tuple[Slo, ...]:
@@ -506,7 +550,8 @@ def _warnings(summary: Summary) -> list[str]:
     if summary.failed:
         found.append(
             f"{summary.failed:,} of {plural(summary.num_prompts, 'request')} did not finish "
-            f"({summary.rejected:,} rejected, {summary.aborted:,} aborted, {summary.unfinished:,} unfinished); "
+            f"({summary.rejected:,} rejected, {summary.aborted:,} aborted, {summary.unfinished:,} unfinished"
+            f"{_lost(summary)}); "
             "latencies leave them out and may look better than what clients saw."
         )
     found += _preemption_warnings(summary.preemption)
@@ -524,6 +569,11 @@ def _warnings(summary: Summary) -> list[str]:
             "bench serve TTFT and E2EL leave that out (see Client Queue Time)."
         )
     return found
+
+
+def _lost(summary: Summary) -> str:
+    lost = 0 if summary.fleet is None else summary.fleet.num_lost_requests
+    return f", {lost:,} lost with their replica" if lost else ""
 
 
 LOOP_PREEMPTIONS = 10
@@ -632,6 +682,7 @@ def _our_keys(summary: Summary) -> dict[str, Any]:
         "max_preemptions_per_request": summary.preemption.max_preemptions_per_request,
         "recomputed_prefill_tokens": summary.preemption.recomputed_prefill_tokens,
         "recomputed_prefill_share": summary.preemption.recomputed_share,
+        **_economics_keys(summary.economics),
         "kv_usage_mean": summary.kv.usage_mean,
         "kv_usage_mean_busy": summary.kv.usage_mean_busy,
         "kv_usage_peak": summary.kv.usage_peak,
@@ -672,6 +723,9 @@ def _our_keys(summary: Summary) -> dict[str, Any]:
         "mean_prefill_batch_size": summary.prefill_batch_size,
         "swapped_out_blocks": summary.swap.swapped_out_blocks,
         "swapped_in_blocks": summary.swap.swapped_in_blocks,
+        **({} if summary.tenants is None else _tenant_keys(summary.tenants)),
+        **({} if summary.transfers is None else _transfer_keys(summary.transfers)),
+        **({} if summary.fleet is None else _fleet_keys(summary.fleet)),
         "stability": stability.verdict.value,
         "stability_reason": stability.reason,
         "steady_state": stability.is_steady,
@@ -683,6 +737,123 @@ def _our_keys(summary: Summary) -> dict[str, Any]:
         "slo": [_slo_keys(result) for result in summary.slo],
         "slo_passed": summary.slo_passed,
         "warnings": list(summary.warnings),
+    }
+
+
+def _economics_keys(stats: Economics) -> dict[str, Any]:
+    """Cost and energy of the run, and of its preemptions; null where no price, no power or no record says it."""
+    return {
+        "num_gpus": stats.num_gpus,
+        "gpu_seconds": stats.gpu_seconds,
+        "busy_gpu_seconds": stats.busy_gpu_seconds,
+        "prefill_gpu_seconds": stats.prefill_gpu_seconds,
+        "decode_gpu_seconds": stats.decode_gpu_seconds,
+        "gpu_seconds_per_million_tokens": stats.gpu_seconds_per_million_tokens,
+        "currency": stats.currency or None,
+        "cost_per_hour": stats.cost_per_hour,
+        "run_cost": stats.cost,
+        "cost_per_request": stats.cost_per_request,
+        "cost_per_million_tokens": stats.cost_per_million_tokens,
+        "cost_per_million_output_tokens": stats.cost_per_million_output_tokens,
+        "input_cost_per_million_tokens": stats.input_cost_per_million_tokens,
+        "output_cost_per_million_tokens": stats.output_cost_per_million_tokens,
+        "energy_kwh": stats.energy_kwh,
+        "energy_kwh_per_million_tokens": stats.energy_kwh_per_million_tokens,
+        "energy_joules_per_output_token": stats.energy_joules_per_output_token,
+        **_preemption_cost_keys(stats),
+    }
+
+
+def _preemption_cost_keys(stats: Economics) -> dict[str, Any]:
+    """The same keys with and without preemptions: amounts are then 0, and shares of what was not there null."""
+    own, stalls = stats.preemption, stats.preemption.stalls if stats.preemption else None
+    is_priced, has_power = stats.cost is not None, stats.energy_kwh is not None
+    return {
+        "lost_tokens": own.lost_tokens if own else 0,
+        "lost_blocks": own.lost_blocks if own else 0,
+        "preemptions_before_first_token": own.num_before_first_token if own else 0,
+        "preemptions_of_itself": own.num_of_itself if own else 0,
+        "recomputed_gpu_seconds": own.recomputed_gpu_seconds if own else 0.0,
+        "recomputed_busy_share": own.recomputed_busy_share if own else 0.0,
+        "recomputed_cost": own.recomputed_cost if own else 0.0 if is_priced else None,
+        "recomputed_energy_kwh": own.recomputed_energy_kwh if own else 0.0 if has_power else None,
+        "stalled_gaps": stalls.num_stalled if stalls else 0,
+        "stall_s": stalls.stall_s if stalls else 0.0,
+        "mean_stall_ms": stalls.stall_mean_ms if stalls else None,
+        "max_stall_ms": stalls.stall_max_ms if stalls else None,
+        "p99_itl_without_stalls_ms": stalls.p99_without_stalls_ms if stalls else None,
+        "p99_itl_without_preemption_ms": stalls.p99_without_preemption_ms if stalls else None,
+        "preemption_share_of_p99_itl": stalls.p99_share if stalls else None,
+        "slow_gaps_stalled_share": stalls.slow_stalled_share if stalls else None,
+        "slow_gaps_recomputing_share": stalls.slow_recomputing_share if stalls else None,
+        "worst_evictions": [asdict(pair) for pair in own.pairs] if own else [],
+        "worst_victims": [asdict(victim) for victim in own.victims] if own else [],
+    }
+
+
+def _tenant_keys(of: TenantsSummary) -> dict[str, Any]:
+    """All of each tenant, and the numbers once more under keys of their own, for comparisons and sweeps."""
+    each = {tenant.name: _keys_of_tenant(tenant) for tenant in of.tenants}
+    flat = {
+        f"tenant_{name}_{key}": value
+        for name, keys in each.items()
+        for key, value in keys.items()
+        if not isinstance(value, str | dict)
+    }
+    evictions = [list(row) for row in of.evictions]
+    return {"tenants": list(each.values()), "tenant_evictions": evictions, "tenants_jain_index": of.jain_index, **flat}
+
+
+def _keys_of_tenant(tenant: TenantStats) -> dict[str, Any]:
+    plain: dict[str, Any] = {name: getattr(tenant, name) for name in TENANT_KEYS}
+    for name in (*LATENCY_KEYS, "queue_time"):
+        plain |= _latency_keys(name, getattr(tenant, name))
+    alone = None if tenant.alone is None else dict(tenant.alone)
+    return plain | {"alone": alone, "slowdown": tenant.slowdown, "ttft_slowdown": tenant.ttft_slowdown}
+
+
+def _transfer_keys(of: TransferStats) -> dict[str, Any]:
+    return {
+        "kv_transfers": of.num_transfers,
+        "kv_transfer_bytes": of.num_bytes,
+        "busiest_kv_link_share": of.busiest_link_share,
+        **_latency_keys("kv_seat_wait", of.seat_wait),
+        **_latency_keys("kv_link_wait", of.link_wait),
+        **_latency_keys("kv_copy", of.copy),
+        **_latency_keys("kv_hand_over", of.hand_over),
+    }
+
+
+def _fleet_keys(of: FleetStats) -> dict[str, Any]:
+    plain = [item.name for item in fields(PoolStats) if item.name not in ("ttft", "e2el")]
+    pools = [
+        {name: getattr(pool, name) for name in plain}
+        | _latency_keys("ttft", pool.ttft)
+        | _latency_keys("e2el", pool.e2el)
+        for pool in of.pools
+    ]
+    return {
+        "router": of.router,
+        "lost": of.num_lost_requests,
+        "lost_stays": of.num_lost_stays,
+        "lost_output_tokens": of.lost_output_tokens,
+        "retried_requests": of.num_retried_requests,
+        "crashes": of.num_crashes,
+        "replica_hours": of.replica_hours,
+        "gpu_hours": of.gpu_hours,
+        "ready_replicas_mean": of.num_ready_mean,
+        "ready_replicas_peak": of.num_ready_peak,
+        "ready_replicas_min": of.num_ready_min,
+        "request_imbalance": of.request_imbalance,
+        "router_known_prefix_share": of.known_prefix_share,
+        "waited_at_gateway": of.num_waited,
+        **_latency_keys("gateway_wait", of.gateway_wait),
+        "fleet": {
+            "on_crash": of.on_crash,
+            "pools": pools,
+            "replicas": [asdict(replica) for replica in of.replicas],
+            "scalings": [asdict(scaling) for scaling in of.scalings],
+        },
     }
 
 

@@ -35,7 +35,7 @@ class TokenWaste:
     rejected_draft_tokens: int = 0
     """Draft tokens that the model did not agree with, or that came after an answer's end (speculative decoding)."""
     abandoned_tokens: int = 0
-    """Computed for requests whose client gave up before the answer was complete."""
+    """Computed for requests whose client gave up, or whose replica went away, before the answer was complete."""
 
     @property
     def wasted_share(self) -> float | None:
@@ -71,7 +71,8 @@ class SlotUse:
 def token_waste(records: Records) -> TokenWaste:
     """What became of the tokens that the run computed."""
     table = records.requests
-    begun, given_up = table.scheduled_ns >= 0, table.outcome == Outcome.ABORTED
+    begun = table.scheduled_ns >= 0
+    given_up = (table.outcome == Outcome.ABORTED) | (table.outcome == Outcome.LOST)
     fed_back = (table.num_output_tokens - 1).clip(min=0)
     needed = table.num_prompt_tokens - table.num_cached_tokens + fed_back
     useful = int(needed[begun & ~given_up].sum())

@@ -202,6 +202,7 @@ def _resolved(scenario: str | Mapping[str, Any] | None, given: Mapping[str, Over
     from windtunnel.scenarios.resolve import resolve
 
     resolved = resolve(load_scenario(scenario, dict(given)))
+    resolved.check_is_one_server("windtunnel diff")
     if not quiet:
         for warning in resolved.warnings:
             warn(warning)

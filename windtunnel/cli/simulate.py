@@ -99,7 +99,40 @@ def simulate(
         _flag(_DEPLOYMENT, "--data-parallel-size", "--dp", "-dp", metavar="N", help="Replicas, behind one router."),
     ] = None,
     router: Annotated[
-        str | None, _flag(_DEPLOYMENT, "--router", metavar="vllm|round_robin", help="Who serves the next request.")
+        str | None,
+        _flag(
+            _DEPLOYMENT,
+            "--router",
+            metavar="NAME",
+            help="Who serves the next request: vllm, round_robin, least_requests, least_kv, power_of_two, "
+            "prefix_affinity, session or shared_queue.",
+        ),
+    ] = None,
+    max_requests_per_replica: Annotated[
+        str | None,
+        _flag(
+            _DEPLOYMENT,
+            "--max-requests-per-replica",
+            metavar="N",
+            help="Most requests that the router has at one replica; others wait before it.",
+        ),
+    ] = None,
+    autoscaler: Annotated[
+        str | None,
+        _flag(_DEPLOYMENT, "--autoscaler", metavar="SCALER", help="Grow and shrink the replicas' number; see below."),
+    ] = None,
+    fault: Annotated[
+        list[str] | None,
+        _flag(_DEPLOYMENT, "--fault", metavar="FAULT", help="What goes wrong, and when; see below. Repeatable."),
+    ] = None,
+    on_crash: Annotated[
+        str | None,
+        _flag(
+            _DEPLOYMENT,
+            "--on-crash",
+            metavar="fail|retry|retry_unstarted",
+            help="What becomes of requests whose replica is gone.",
+        ),
     ] = None,
     max_num_seqs: Annotated[
         str | None, _flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
@@ -295,6 +328,26 @@ def simulate(
             "rate of their own.",
         ),
     ] = None,
+    gpu_price: Annotated[
+        list[str] | None,
+        _flag(
+            _RUN,
+            "--gpu-price",
+            metavar="PRICE",
+            help="Price of one GPU for an hour, for the cost of the run: 2.49, or h100-sxm=2.49 (repeatable).",
+        ),
+    ] = None,
+    currency: Annotated[
+        str | None, _flag(_RUN, "--currency", metavar="WORD", help="What prices are in, if not USD.")
+    ] = None,
+    idle_watts: Annotated[
+        list[str] | None,
+        _flag(_RUN, "--idle-watts", metavar="W", help="Power of one GPU while no step runs, for the energy: 120."),
+    ] = None,
+    busy_watts: Annotated[
+        list[str] | None,
+        _flag(_RUN, "--busy-watts", metavar="W", help="Power of one GPU while a step runs: 650, or h100-sxm=650."),
+    ] = None,
     as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print the summary as JSON.")] = False,
     output: Annotated[
         Path | None, _flag(_OUTPUT, "--output", "-o", metavar="DIR", help="Write records and summary into this folder.")
@@ -327,6 +380,9 @@ def simulate(
              constant:step_s=10ms, affine:base_s=5ms,token_s=20us, profile:path=FILE or profile:name=NAME
     POLICY   continuous (the default), static:batch_size=8,batch_timeout=50ms, swap:swap_space=4GiB,
              dynamic:max_batch_size=16,max_queue_delay_microseconds=500 or dynamic:config=config.pbtxt
+    SCALER   waiting:target=4,max_replicas=8 or concurrency:target=40,... or kv_usage:target=0.7,... with
+             min_replicas=1, start_up=2m, down_stabilization=5m and more (docs/fleet.md)
+    FAULT    crash:replica=1,at=5m,restart_after=2m or slow:replica=0,at=5m,duration=10m,factor=2
     DRAFTS   eagle3:num_speculative_tokens=3,acceptance=0.7 (a rate for each draft, or 0.8/0.6/0.4 for the
              first, second, third), ngram:..., mtp:..., draft_model:draft_model=NAME,...
 
