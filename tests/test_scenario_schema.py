@@ -381,7 +381,7 @@ def test_every_key_has_its_flag_or_is_known_to_have_none() -> None:
     for section, models in {**SECTIONS, "scenario": (Scenario,)}.items():
         for key in {key for model in models for key in model.model_fields} - set(SECTIONS):
             flag = flag_of(key, section)
-            is_whole = section in {"cost", "batching", "speculative", "compare"}  # one flag gives it, or none
+            is_whole = section in {"cost", "batching", "speculative", "compare", "plan"}  # one flag gives it, or none
             is_whole = is_whole and (section, key) != ("cost", "noise")
             assert (flag != "") == (key not in WITHOUT_FLAG and not is_whole), key
             assert flag == "" or flag.removeprefix("--").replace("-", "_") in flags, flag

@@ -29,12 +29,18 @@ _CODES = {
     ("windtunnel.executor.model_files", "ModelFileError"): EXIT_UNREADABLE,
     ("windtunnel.memory_inputs", "MemoryInputUnreadable"): EXIT_UNREADABLE,
     ("windtunnel.rundir", "OutputError"): EXIT_USAGE,
-    ("windtunnel.comparison", "ProcessDied"): EXIT_USAGE,
+    ("windtunnel.workers.errors", "WorkerDied"): EXIT_USAGE,
+    ("windtunnel.workers.errors", "StoreError"): EXIT_USAGE,
+    ("windtunnel.workers.errors", "BadRayAddress"): EXIT_USAGE,
+    ("windtunnel.workers.errors", "RayMissing"): EXIT_USAGE,
+    ("windtunnel.workers.errors", "RayUnreachable"): EXIT_UNREADABLE,
+    ("windtunnel.optimizing.errors", "OptunaMissing"): EXIT_USAGE,
     ("windtunnel.validation_inputs", "ValidationInputUnreadable"): EXIT_UNREADABLE,
     ("windtunnel.validation_inputs", "ValidationError"): EXIT_USAGE,
     ("windtunnel.calibrate.live.client", "ServerUnreachable"): EXIT_UNREADABLE,
     ("windtunnel.calibrate.live.reading", "UnreadableResult"): EXIT_UNREADABLE,
     ("windtunnel.rundir", "RunUnreadable"): EXIT_UNREADABLE,
+    ("windtunnel.ui.server", "AddressUnavailable"): EXIT_USAGE,
 }
 
 

@@ -1,0 +1,521 @@
+"""``windtunnel plan``: the cheapest deployment that holds, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import chromium
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_builders import STEPS, scenario, small_plan
+
+import windtunnel as wt
+from windtunnel.cli.main import main
+from windtunnel.planning import Plan
+from windtunnel.planning.candidates import Space, candidates
+from windtunnel.planning.load import Growth, dealt, dealt_several, demand_of, parse_growth, shuffled
+from windtunnel.planning.money import bill_of
+from windtunnel.planning.offers import Offer, read_offers
+from windtunnel.planning.outputs import toml_text
+from windtunnel.sim.rng import stream
+from windtunnel.sim.workload import Workload, workload
+
+ONE_CARD: dict[str, Any] = {"gpus": {"l40s": 0.9}, "tensor_parallel_sizes": (1,), "replications": 1}
+
+# --- what may be bought
+
+
+def test_a_price_stands_behind_the_name_of_its_card() -> None:
+    offers = read_offers(["h100-sxm=2.49", "l40s=0.86"], ["h100-sxm=120:700", "l40s=0.35kW"])
+    assert [(each.gpu, each.price_per_hour, each.idle_watts, each.busy_watts) for each in offers] == [
+        ("H100-SXM", 2.49, 120.0, 700.0),
+        ("L40S", 0.86, None, 350.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "powers", "told"),
+    [
+        ([], [], "no GPU to choose from"),
+        (["h100-sxm=cheap"], [], "is no price"),
+        (["h100-sxm=0"], [], "must be above 0"),
+        (["h100-sxm=2", "h100=3"], [], "offered twice"),
+        (["h100-sxm=2", "l40s"], [], "no price for L40S"),
+        (["h100-sxm=2"], ["l40s=300"], "which is not offered"),
+        (["h100-sxm=2"], ["h100-sxm=much"], "NAME=WATTS"),
+        (["h100-sxm=2"], ["h100-sxm=700:120"], "must not exceed that when busy"),
+    ],
+)
+def test_an_offer_that_means_nothing_is_refused(gpus: list[str], powers: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_offers(gpus, powers)
+
+
+def test_a_card_draws_between_idle_and_busy() -> None:
+    offer = Offer("L40S", 1.0, 300.0, 100.0)
+    assert [offer.watts(share) for share in (0.0, 0.5, 1.0)] == [100.0, 200.0, 300.0]
+    assert Offer("L40S", 1.0, 300.0).watts(0.1) == 300.0
+    assert Offer("L40S", 1.0).watts(0.5) is None
+
+
+@given(
+    prefill_share=st.floats(0, 1),
+    busy_share=st.floats(0, 1),
+    num_gpus=st.integers(1, 64),
+    price=st.floats(0.1, 100),
+    load=st.floats(0.1, 10),
+)
+def test_input_and_output_together_pay_the_whole_bill(
+    prefill_share: float, busy_share: float, num_gpus: int, price: float, load: float
+) -> None:
+    demand = demand_of(arrivals(10, gap_s=0.5))
+    bill = bill_of(
+        Offer("L40S", price), num_gpus, demand, prefill_share=prefill_share, busy_share=busy_share, load=load
+    )
+    assert bill.per_million_input_tokens is not None
+    assert bill.per_million_output_tokens is not None
+    assert bill.per_million_tokens is not None
+    inputs, outputs = load * demand.input_tokens_per_hour / 1e6, load * demand.output_tokens_per_hour / 1e6
+    paid = bill.per_million_input_tokens * inputs + bill.per_million_output_tokens * outputs
+    assert paid == pytest.approx(num_gpus * price)
+    assert bill.per_million_tokens * (inputs + outputs) == pytest.approx(num_gpus * price)
+
+
+# --- the load
+
+
+def arrivals(num: int, gap_s: float = 1.0, **columns: Any) -> Workload:
+    return workload((np.arange(num) * gap_s * 1e9).astype(np.int64), np.arange(1, num + 1), np.full(num, 7), **columns)
+
+
+@given(num=st.integers(1, 200), num_replicas=st.integers(1, 20))
+def test_replicas_that_take_turns_share_all_requests(num: int, num_replicas: int) -> None:
+    whole = arrivals(num)
+    parts = [dealt(whole, num_replicas, k / num_replicas) for k in range(num_replicas)]
+    assert sorted(np.concatenate([part.num_prompt_tokens for part in parts]).tolist()) == list(range(1, num + 1))
+
+
+@given(num=st.integers(50, 300), num_replicas=st.floats(1, 20), phase=st.floats(0, 0.999))
+def test_a_share_need_not_be_that_of_a_whole_number_of_replicas(num: int, num_replicas: float, phase: float) -> None:
+    part = dealt(arrivals(num), num_replicas, phase)
+    assert abs(len(part) - num / num_replicas) <= 1
+    assert bool((np.diff(part.arrival_ns) > 0).all())
+
+
+def test_a_conversation_goes_to_one_replica() -> None:
+    whole = workload([0, -1, 10, -1, -1], [5, 6, 7, 8, 9], [1] * 5, previous=[-1, 0, -1, 2, 3])
+    first, second = (dealt(whole, 2, phase) for phase in (0.0, 0.5))
+    assert first.num_prompt_tokens.tolist() == [5, 6]
+    assert second.num_prompt_tokens.tolist() == [7, 8, 9]
+    assert second.previous.tolist() == [-1, 0, 1]
+
+
+def test_shares_one_after_the_other_keep_the_rate_of_one() -> None:
+    whole = arrivals(1000, gap_s=0.1)
+    one, three = dealt(whole, 5, 0.0), dealt_several(whole, 5, (0.0, 0.4, 0.8))
+    assert len(three) == 3 * len(one)
+    assert demand_of(three).mean_rate == pytest.approx(demand_of(one).mean_rate, rel=0.01)
+    assert sorted(three.arrival_ns.tolist()) == three.arrival_ns.tolist()
+
+
+def test_another_day_has_the_same_arrivals_and_the_same_requests() -> None:
+    whole = arrivals(500, gap_s=0.5)
+    other = shuffled(whole, stream(1, "day"), window_s=60.0)
+    assert other.arrival_ns.tolist() == whole.arrival_ns.tolist()
+    assert sorted(other.num_prompt_tokens.tolist()) == whole.num_prompt_tokens.tolist()
+    moved = np.abs(other.num_prompt_tokens - whole.num_prompt_tokens)
+    assert 0 < moved.max() <= 120
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda: arrivals(10, max_concurrency=4), "closed loop"),
+        (lambda: workload([0, 0, 0], [1, 1, 1], [1, 1, 1]), "due at once"),
+    ],
+)
+def test_a_load_without_a_rate_is_refused(made: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        demand_of(made())
+
+
+def test_the_peak_is_that_of_the_busiest_minute() -> None:
+    times = np.sort(np.concatenate([np.arange(0, 600), 300 + np.arange(120) / 4]))
+    demand = demand_of(workload((times * 1e9).astype(np.int64), np.ones(720), np.ones(720)))
+    assert demand.peak_window_s == 60.0
+    assert demand.peak_rate == pytest.approx((60 + 120) / 60, rel=0.02)
+
+
+def test_growth_is_by_month_or_by_year() -> None:
+    assert parse_growth("5%/month").factor(2) == pytest.approx(1.1025)
+    assert parse_growth("60%/year").factor(12) == pytest.approx(1.6)
+    assert parse_growth("-10%", 3) == Growth(-0.1, 3)
+
+
+@pytest.mark.parametrize("text", ["fast", "5%/week", "-100%/month", "-200%/year"])
+def test_growth_that_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="growth"):
+        parse_growth(text)
+
+
+# --- candidates
+
+
+def space(model: str, *gpus: str, **more: Any) -> Space:
+    return Space((model,), read_offers(list(gpus)), fixed={"max_model_len": 8192}, **more)
+
+
+def test_what_does_not_fit_is_refused_in_the_words_of_vllm() -> None:
+    feasible, refused = candidates(
+        space("llama-3.3-70b", "h100-sxm=2", tensor_parallel_sizes=(1, 4), kv_cache_dtypes=("auto",))
+    )
+    assert {each.candidate.shape.tensor_parallel_size for each in feasible} == {4}
+    (one,) = refused
+    assert (one.shape.tensor_parallel_size, one.kind, one.is_whole) == (1, "does_not_fit", True)
+    assert "CUDA out of memory" in one.reason
+
+
+def test_the_first_candidate_of_a_shape_has_the_defaults_of_vllm() -> None:
+    feasible, _ = candidates(space("llama-3.1-8b", "h100-sxm=2", tensor_parallel_sizes=(1,), kv_cache_dtypes=("auto",)))
+    assert feasible[0].is_default
+    assert sum(each.is_default for each in feasible) == 1
+    assert {each.candidate.knobs.max_num_batched_tokens for each in feasible} >= {2048, 8192, 16384}
+
+
+def test_sizes_are_the_powers_of_two_that_a_host_holds() -> None:
+    feasible, _ = candidates(space("llama-3.1-8b", "h100-sxm=2", kv_cache_dtypes=("auto",), gpus_per_host=4))
+    assert sorted({each.candidate.shape.tensor_parallel_size for each in feasible}) == [1, 2, 4]
+
+
+def test_a_split_that_the_model_does_not_allow_is_refused() -> None:
+    _, refused = candidates(space("llama-3.1-8b", "h100-sxm=2", tensor_parallel_sizes=(3,), kv_cache_dtypes=("auto",)))
+    assert [each.kind for each in refused] == ["refused"]
+
+
+# --- the answer
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    return small_plan(scenario(workload={"request_rate": 300, "num_requests": 900}), growth="10%/month", months=6)
+
+
+def test_the_cheapest_card_that_holds_is_recommended(planned: Plan) -> None:
+    best = planned.recommended
+    assert best is not None
+    assert (best["gpu"], best["tensor_parallel_size"]) == ("L40S", 1)
+    assert best["cost_per_hour"] == pytest.approx(0.9 * best["num_replicas"])
+    assert best["num_replicas"] > 1
+
+
+def test_the_recommended_fleet_keeps_the_objectives_when_it_is_simulated(planned: Plan, tmp_path: Path) -> None:
+    planned.save_scenario(tmp_path / "fleet.toml")
+    run = wt.simulate(tmp_path / "fleet.toml")
+    assert run.slo_passed
+    best = planned.recommended
+    assert best is not None
+    assert run.summary["num_replicas"] == best["num_replicas"]
+    assert run.summary["p99_ttft_ms"] == pytest.approx(best["fleet"]["latency_ms"]["ttft"]["p99"])
+
+
+def test_one_replica_less_does_not_hold(planned: Plan) -> None:
+    best = planned.recommended
+    assert best is not None
+    fewer = [each for each in best["fewer"] if each["num_replicas"] == best["num_replicas"] - 1]
+    assert fewer
+    assert not all(each["holds"] for each in fewer)
+    assert best["one_down"]["num_replicas"] == best["num_replicas"] - 1
+    assert best["one_down"]["missed"]
+
+
+def test_the_estimate_lies_near_what_the_whole_fleet_takes(planned: Plan) -> None:
+    best = planned.recommended
+    assert best is not None
+    assert best["replicas_needed"]["mean"] == pytest.approx(best["num_replicas"], rel=0.35)
+
+
+def test_one_more_replica_is_what_redundancy_costs(planned: Plan) -> None:
+    best = planned.recommended
+    assert best is not None
+    assert best["redundant"]["num_replicas"] == best["num_replicas"] + 1
+    assert best["redundant"]["cost_per_hour"] == pytest.approx(0.9 * (best["num_replicas"] + 1))
+
+
+def test_the_load_that_grows_takes_more_replicas(planned: Plan) -> None:
+    rows = planned.told["growth"]["rows"]
+    assert [row["month"] for row in rows] == list(range(7))
+    sizes = [row["num_replicas"] for row in rows]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > sizes[0]
+
+
+def test_candidates_are_ranked_by_cost(planned: Plan) -> None:
+    costs = planned.candidates.replicas_needed_mean * planned.candidates.cost_per_hour / planned.candidates.num_replicas
+    assert costs.tolist() == sorted(costs.tolist())
+
+
+def test_the_same_question_gives_the_same_bytes_whoever_works_on_it(planned: Plan) -> None:
+    again = small_plan(
+        scenario(workload={"request_rate": 300, "num_requests": 900}), growth="10%/month", months=6, jobs=2
+    )
+    assert again.to_json() == planned.to_json()
+
+
+def test_every_output_tells_the_answer(planned: Plan, tmp_path: Path) -> None:
+    best = planned.recommended
+    assert best is not None
+    answer = f"{best['num_replicas']} replicas of 1 x L40S (TP 1)"
+    planned.report(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text("utf-8")
+    for text in (planned.text(), planned.markdown(), page):
+        assert answer in text
+        assert "vllm serve meta-llama/Llama-3.1-8B-Instruct" in text
+    assert "Cost, latency and throughput" in page
+    assert 'src="http' not in page
+
+
+def test_the_candidates_are_written_as_csv_and_as_parquet(planned: Plan, tmp_path: Path) -> None:
+    import pandas as pd
+
+    planned.save_candidates(tmp_path / "c.csv")
+    planned.save_candidates(tmp_path / "c.parquet")
+    assert (
+        len(pd.read_csv(tmp_path / "c.csv")) == len(pd.read_parquet(tmp_path / "c.parquet")) == len(planned.candidates)
+    )
+
+
+def test_spare_replicas_are_bought_beside_those_that_are_needed() -> None:
+    found = small_plan(spare_replicas=2, **ONE_CARD)
+    best = found.recommended
+    assert best is not None
+    assert best["num_gpus"] == best["num_replicas"] + 2
+    assert found.scenario is not None
+    assert found.scenario["deployment"]["data_parallel_size"] == best["num_replicas"] + 2
+
+
+def test_without_prices_the_fewest_cards_win() -> None:
+    found = small_plan(gpus=["l40s"])
+    best = found.recommended
+    assert best is not None
+    assert best["num_gpus"] == 1
+    assert best["bill"]["per_hour"] is None
+    assert "1 GPU" in found.text()
+
+
+def test_twice_the_load_takes_more() -> None:
+    table = scenario(workload={"request_rate": 200, "num_requests": 600})
+    one, two = (small_plan(table, scale=scale, **ONE_CARD) for scale in (1.0, 2.0))
+    assert one.recommended is not None
+    assert two.recommended is not None
+    ratio = two.recommended["replicas_needed"]["mean"] / one.recommended["replicas_needed"]["mean"]
+    assert ratio == pytest.approx(2, rel=0.2)
+
+
+def test_a_setting_of_the_scenario_is_the_only_choice() -> None:
+    found = small_plan(scenario(engine={"max_num_seqs": 32}), max_num_seqs=None, **ONE_CARD)
+    assert {row["max_num_seqs"] for row in found.told["candidates"]} == {32}
+
+
+@pytest.mark.skipif(chromium.EXECUTABLE is None, reason="needs chromium")
+@pytest.mark.parametrize(("width", "is_phone"), [(1280, False), (390, True)])
+def test_in_a_browser_every_figure_is_drawn_and_nothing_sticks_out(
+    planned: Plan, width: int, is_phone: bool, tmp_path: Path
+) -> None:
+    planned.report(tmp_path / "plan.html")
+    with chromium.page() as page:
+        page.look(width, 900, is_phone=is_phone)
+        page.open(f"file://{tmp_path / 'plan.html'}")
+        page.wait("document.readyState == 'complete' && window.Plotly")
+        page.run("dispatchEvent(new Event('beforeprint'))")
+        page.wait("[...document.querySelectorAll('.plot')].every((each) => each.querySelector('.main-svg'))")
+        out = page.run(
+            "[...document.querySelectorAll('body *')].filter((each) => !each.closest('.skip, .plot') && "
+            "each.getBoundingClientRect().right > innerWidth + 1).map((each) => each.tagName + '.' + each.className)"
+        )
+        assert out == []
+        assert page.problems == []
+
+
+# --- where there is no answer
+
+
+def test_nothing_fits_is_told_with_the_reason_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    table = scenario(deployment={"model": "llama-3.3-70b"})
+    found = small_plan(table, gpus={"l40s": 1.0}, tensor_parallel_sizes=(1,))
+    assert (found.verdict, found.fits, found.holds, found.scenario) == ("nothing_fits", False, False, None)
+    assert "CUDA out of memory" in found.text()
+    with pytest.raises(ValueError, match="no deployment is recommended"):
+        found.save_scenario("fleet.toml")
+
+
+def test_nothing_holds_names_the_nearest_and_what_it_misses() -> None:
+    found = small_plan(scenario(slo={"objectives": ["ttft:p95<150ms", "tpot:p95<5ms"]}))
+    assert (found.verdict, found.fits, found.holds) == ("nothing_holds", True, False)
+    assert found.told["nearest"]["missed"][0]["text"] == "tpot:p95<5ms"
+    assert {each["kind"] for each in found.told["dropped"]} == {"too_slow_alone"}
+    assert "Nearest is" in found.text()
+    assert "tpot:p95<5ms" in found.markdown()
+
+
+@pytest.mark.parametrize(("objective", "code"), [("ttft:p95<150ms", 0), ("tpot:p95<5ms", 99)])
+def test_the_exit_code_says_whether_anything_holds(
+    objective: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(toml_text(scenario()), "utf-8")
+    words = ["plan", str(path), "--gpu", "l40s=0.9", "--tp", "1", "--kv-cache-dtype", "auto", "--max-num-seqs", "256"]
+    words += ["--max-num-batched-tokens", "2k", "--gpu-memory-utilization", "0.9", "--reps", "2", "--requests", "200"]
+    assert main([*words, "--slo", objective, "-j", "1", "--json"]) == code
+    told = json.loads(capsys.readouterr().out)
+    assert told["asked"]["objectives"] == [objective]
+    assert told["reproduce"].startswith("windtunnel plan")
+
+
+def test_a_model_that_fits_nothing_exits_with_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(toml_text(scenario(deployment={"model": "llama-3.3-70b"})), "utf-8")
+    assert main(["plan", str(path), "--gpu", "l40s=0.9", "--tp", "1", "-j", "1"]) == 4
+    assert "nothing fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"gpus": {"h100-sxm": -1}}, "must be above 0"),
+        ({"tensor_parallel_sizes": (0,)}, "must be at least 1"),
+        ({"spare_replicas": -1}, "spare_replicas"),
+        ({"scale": 0.0}, "scale must be above 0"),
+        ({"replications": 0}, "replications must be from 1"),
+        ({"num_requests": 5}, "at least 100"),
+        ({"growth": "soon"}, "growth"),
+    ],
+)
+def test_a_question_that_means_nothing_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        small_plan(**options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"slo": {"objectives": []}}, "no objective"),
+        ({"slo": {"objectives": ["output_throughput>100"]}}, "cannot bound the load"),
+        ({"workload": {"request_rate": "inf"}}, "due at once"),
+        ({"workload": {"max_concurrency": 8}}, "closed loop"),
+    ],
+)
+def test_a_load_that_no_fleet_follows_from_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        small_plan(scenario(**changes))
+
+
+# --- calibrated and uncalibrated
+
+
+def test_uncalibrated_deployments_are_not_ranked_beside_calibrated_ones() -> None:
+    table = scenario(workload={"request_rate": 20, "num_requests": 120})
+    del table["cost"]
+    found = small_plan(
+        table,
+        gpus={"h100-sxm": 2.5, "h100-nvl": 0.1},
+        tensor_parallel_sizes=(1,),
+        uncalibrated=True,
+        replications=1,
+        num_requests=100,
+    )
+    best = found.recommended
+    assert best is not None
+    assert (best["gpu"], best["calibrated"], best["profile"]) == ("H100-SXM", True, "llama-3.1-8b-h100-sxm-tp1-bf16")
+    other = found.told["uncalibrated_alternative"]
+    assert (other["gpu"], other["calibrated"]) == ("H100-NVL", False)
+    assert all(row["calibrated"] for row in found.told["runners_up"])
+    assert "kept apart" in found.text()
+    assert best["slower"]["percent"] > 0
+
+
+def test_uncalibrated_deployments_are_left_out_unless_they_are_asked_for() -> None:
+    table = scenario(workload={"request_rate": 20, "num_requests": 120})
+    del table["cost"]
+    found = small_plan(table, gpus={"h100-sxm": 2.5, "h100-nvl": 0.1}, tensor_parallel_sizes=(1,), replications=1)
+    assert [(each["gpu"], each["kind"]) for each in found.told["refused"]] == [("H100-NVL", "uncalibrated")]
+
+
+# --- files
+
+
+_SCALARS = st.one_of(
+    st.booleans(), st.integers(-(10**9), 10**9), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=8)
+)
+_NAMES = st.text(min_size=1, max_size=6)
+
+
+@given(
+    st.dictionaries(
+        _NAMES,
+        st.one_of(
+            _SCALARS,
+            st.lists(_SCALARS, max_size=3),
+            st.dictionaries(
+                _NAMES, st.one_of(_SCALARS, st.dictionaries(_NAMES, _SCALARS, max_size=2)), min_size=1, max_size=3
+            ),
+        ),
+        max_size=4,
+    )
+)
+def test_a_scenario_is_written_as_it_is_read(table: dict[str, Any]) -> None:
+    assert tomllib.loads(toml_text(table)) == table
+
+
+def test_the_builders_steps_are_those_of_no_card() -> None:
+    assert STEPS["kind"] == "affine"
+
+
+def test_a_router_of_a_gateway_is_planned_for_as_well() -> None:
+    table = scenario(deployment={"router": "least_requests"}, workload={"request_rate": 200, "num_requests": 600})
+    found = small_plan(table, **ONE_CARD)
+    best = found.recommended
+    assert best is not None
+    assert found.told["asked"]["router"] == "least_requests"
+    assert found.scenario is not None
+    assert wt.simulate(found.scenario).slo_passed
+
+
+def test_a_fleet_that_changes_is_not_planned() -> None:
+    with pytest.raises(wt.ScenarioError, match="leave pools, autoscaler and faults"):
+        small_plan(scenario(fleet={"pools": {"a": {"replicas": 2}}}))
+
+
+def test_requests_of_a_replica_that_crashes_begin_anew(planned: Plan) -> None:
+    best = planned.recommended
+    assert best is not None
+    assert best["crash"]["num_begun_anew"] > 0
+    assert "begun anew" in planned.text()
+
+
+def test_of_several_models_the_cheapest_is_recommended_and_all_are_named() -> None:
+    found = small_plan(models=("llama-3.1-8b", "qwen2.5-7b"), **ONE_CARD)
+    assert {row["model"] for row in found.told["candidates"]} == {"llama-3.1-8b", "qwen2.5-7b"}
+    best = found.recommended
+    assert best is not None
+    assert f"{best['model']} on 1 x L40S" in found.text()
+
+
+def test_a_load_too_short_to_say_anything_is_warned_of() -> None:
+    found = small_plan(scenario(workload={"num_requests": 100, "request_rate": 200, "output": 300}), **ONE_CARD)
+    assert any("too short for a steady state" in warning for warning in found.told["warnings"])
+
+
+def test_requests_beyond_max_model_len_are_told_of() -> None:
+    found = small_plan(scenario(engine={"max_model_len": 110}), **ONE_CARD)
+    assert any("200 reach it before their output ends" in note for note in found.told["notes"])
+
+
+def test_every_key_of_the_json_is_described(planned: Plan) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text("utf-8")
+    said_of_itself = {"windtunnel_version", "schema_version", "currency", "has_prices", "spare_replicas"}
+    assert [key for key in planned.told if f"`{key}`" not in page and key not in said_of_itself] == []

@@ -1,0 +1,366 @@
+# ruff: noqa: ARG001 -- the flags are read from the context, all at once
+"""``windtunnel plan``: the cheapest deployment that keeps the objectives."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windtunnel.cli.errors import EXIT_INFEASIBLE, EXIT_SLO_BREACHED
+from windtunnel.cli.output import emit, note
+
+if TYPE_CHECKING:
+    from windtunnel.planning.plan import Plan
+
+_CHOICE, _KNOBS, _WORKLOAD, _ASKED = "What may be bought", "What is tried", "Workload", "What must hold"
+_SEARCH, _OUTPUT = "Search", "Output"
+_SETTINGS = (
+    *("router", "max_model_len", "block_size", "enable_prefix_caching", "engine", "dtype"),
+    *("trace", "format", "start", "duration", "limit", "rate_scale"),
+    *("num_prompts", "input_len", "output_len", "request_rate", "burstiness", "arrival"),
+    *("slo", "goodput", "cost", "profile", "seed"),
+)
+"""Flags that are those of ``windtunnel simulate``: they set the scenario."""
+
+
+def _flag(panel: str, *names: str, metavar: str | None = None, help: str, **more: Any) -> Any:  # noqa: A002
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, **more)
+
+
+def plan(
+    ctx: typer.Context,
+    scenario: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCENARIO",
+            help="A scenario file or the name of a bundled one: model, workload and objectives.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        _flag(_CHOICE, "--model", metavar="NAME|PATH", help="Model; repeatable, where several would do."),
+    ] = None,
+    gpu: Annotated[
+        list[str] | None,
+        _flag(
+            _CHOICE,
+            "--gpu",
+            metavar="NAME=PRICE",
+            help="A card to choose from and the price of an hour of one; repeatable. Without prices the fewest win.",
+        ),
+    ] = None,
+    power: Annotated[
+        list[str] | None,
+        _flag(
+            _CHOICE,
+            "--power",
+            metavar="NAME=[IDLE:]BUSY",
+            help="Watts of a card with its share of the host; repeatable.",
+        ),
+    ] = None,
+    currency: Annotated[
+        str | None, _flag(_CHOICE, "--currency", metavar="WORD", help="What prices are in, if not USD.")
+    ] = None,
+    gpus_per_host: Annotated[
+        int | None, _flag(_CHOICE, "--gpus-per-host", metavar="N", min=1, help="Cards of one host, if not 8.")
+    ] = None,
+    spare: Annotated[
+        int | None,
+        _flag(_CHOICE, "--spare", metavar="N", min=0, help="Replicas bought beside those that are needed: 1 is N+1."),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        str | None,
+        _flag(_KNOBS, "--tensor-parallel-size", "--tp", "-tp", metavar="N,N,…", help="Sizes, if not 1, 2, 4 and 8."),
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        str | None, _flag(_KNOBS, "--pipeline-parallel-size", "--pp", "-pp", metavar="N,N,…", help="Stages, if not 1.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, _flag(_KNOBS, "--kv-cache-dtype", metavar="TYPE,…", help="Types of the KV cache, if not auto,fp8.")
+    ] = None,
+    max_num_seqs: Annotated[
+        str | None, _flag(_KNOBS, "--max-num-seqs", metavar="N,N,…", help="Seats of a replica.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        str | None, _flag(_KNOBS, "--max-num-batched-tokens", metavar="N,N,…", help="Token budgets of a step: 2k,8k.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        str | None, _flag(_KNOBS, "--gpu-memory-utilization", metavar="S,S,…", help="Shares of the memory.")
+    ] = None,
+    uncalibrated: Annotated[
+        bool | None,
+        _flag(
+            _KNOBS,
+            "--uncalibrated/--no-uncalibrated",
+            help="Try deployments without a calibrated profile, too; they are ranked apart.",
+        ),
+    ] = None,
+    router: Annotated[
+        str | None, _flag(_KNOBS, "--router", metavar="NAME", help="Who serves the next request (docs/fleet.md).")
+    ] = None,
+    max_model_len: Annotated[
+        str | None,
+        _flag(_KNOBS, "--max-model-len", metavar="N", help="Longest request, if not what the workload's longest asks."),
+    ] = None,
+    block_size: Annotated[str | None, _flag(_KNOBS, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        _flag(_KNOBS, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
+    ] = None,
+    dtype: Annotated[str | None, _flag(_KNOBS, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
+    engine: Annotated[
+        str | None, _flag(_KNOBS, "--engine", metavar="vllm-0.N", help="Release of vLLM whose rules apply.")
+    ] = None,
+    trace: Annotated[
+        str | None, _flag(_WORKLOAD, "--trace", metavar="FILE", help="Replay the requests of this file.")
+    ] = None,
+    format: Annotated[  # noqa: A002 -- the flag's name
+        str | None, _flag(_WORKLOAD, "--format", metavar="NAME", help="Format of the trace, if not to be recognised.")
+    ] = None,
+    start: Annotated[
+        str | None, _flag(_WORKLOAD, "--start", metavar="TIME", help="Begin so far into the trace: 20m, 1h30m.")
+    ] = None,
+    duration: Annotated[
+        str | None, _flag(_WORKLOAD, "--duration", metavar="TIME", help="Take so much of the trace.")
+    ] = None,
+    limit: Annotated[
+        str | None, _flag(_WORKLOAD, "--limit", metavar="N", help="Take at most so many requests of the trace.")
+    ] = None,
+    rate_scale: Annotated[
+        float | None, _flag(_WORKLOAD, "--rate-scale", metavar="X", help="Replay the trace X times as fast.")
+    ] = None,
+    num_prompts: Annotated[
+        str | None, _flag(_WORKLOAD, "--num-prompts", metavar="N", help="Number of synthetic requests.")
+    ] = None,
+    input_len: Annotated[
+        str | None, _flag(_WORKLOAD, "--input-len", metavar="DIST", help="Prompt tokens of a request.")
+    ] = None,
+    output_len: Annotated[
+        str | None, _flag(_WORKLOAD, "--output-len", metavar="DIST", help="Output tokens of a request.")
+    ] = None,
+    request_rate: Annotated[
+        str | None, _flag(_WORKLOAD, "--request-rate", "--rate", metavar="R", help="Requests per second.")
+    ] = None,
+    burstiness: Annotated[
+        str | None, _flag(_WORKLOAD, "--burstiness", metavar="B", help="1 Poisson, below burstier, inf constant.")
+    ] = None,
+    arrival: Annotated[
+        str | None, _flag(_WORKLOAD, "--arrival", metavar="PROCESS", help="Arrivals, in place of these two.")
+    ] = None,
+    scale: Annotated[
+        float, _flag(_WORKLOAD, "--scale", metavar="X", help="Plan for X times the load, trace or synthetic.")
+    ] = 1.0,
+    growth: Annotated[
+        str | None, _flag(_WORKLOAD, "--growth", metavar="5%/month", help="How the load grows, for the months ahead.")
+    ] = None,
+    months: Annotated[
+        int | None, _flag(_WORKLOAD, "--months", metavar="N", min=1, max=120, help="How many months, if not 12.")
+    ] = None,
+    slo: Annotated[
+        list[str] | None,
+        _flag(
+            _ASKED,
+            "--slo",
+            metavar="LIMIT",
+            help="Objective, such as 'ttft:p99<1s tpot:p95<50ms'. Repeatable; in place of the scenario's.",
+        ),
+    ] = None,
+    goodput: Annotated[
+        list[str] | None,
+        _flag(_ASKED, "--goodput", metavar="METRIC:MS", help="What a good request is: ttft:500 tpot:50. Repeatable."),
+    ] = None,
+    cost: Annotated[str | None, _flag(_SEARCH, "--cost", metavar="COST", help="What a step costs.")] = None,
+    profile: Annotated[
+        str | None,
+        _flag(_SEARCH, "--profile", metavar="NAME|FILE", help="Price steps by this profile, whatever the candidate."),
+    ] = None,
+    seed: Annotated[str | None, _flag(_SEARCH, "--seed", metavar="N", help="All randomness follows from it.")] = None,
+    replications: Annotated[
+        int, _flag(_SEARCH, "--replications", "--reps", metavar="N", min=1, max=100, help="Behind intervals, if not 5.")
+    ] = 5,
+    requests: Annotated[
+        int, _flag(_SEARCH, "--requests", metavar="N", min=100, help="Of a simulation in the search, if not 1500.")
+    ] = 1500,
+    jobs: Annotated[
+        int | None,
+        _flag(_SEARCH, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work; same answer."),
+    ] = None,
+    ray: Annotated[
+        str | None, _flag(_SEARCH, "--ray", metavar="auto|ADDRESS|local:N", help="Do the work on a Ray cluster.")
+    ] = None,
+    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print JSON in place of the text.")] = False,
+    as_markdown: Annotated[bool, _flag(_OUTPUT, "--markdown", help="Print Markdown in place of the text.")] = False,
+    html: Annotated[
+        Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
+    ] = None,
+    csv: Annotated[
+        Path | None, _flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a candidate that was simulated.")
+    ] = None,
+    parquet: Annotated[Path | None, _flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
+    save_scenario: Annotated[
+        Path | None,
+        _flag(_OUTPUT, "--save-scenario", metavar="FILE", help="Write the recommended fleet for windtunnel simulate."),
+    ] = None,
+    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No progress on stderr.")] = False,
+) -> None:
+    """Find the cheapest deployment that serves a workload within its objectives, and the runners-up.
+
+    GPU, tensor and pipeline parallelism, replicas, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization and
+    the type of the KV cache are chosen; the answer says what binds, how much room there is, what it costs by the hour
+    and by the million tokens, what happens when a replica fails, and how sure all of it is.  Prices are yours: none is
+    bundled.  The exit code is 4 if vLLM starts with no candidate, 99 if none keeps the objectives.
+
+    \b
+    Examples:
+      windtunnel plan --model llama-3.3-70b --trace azure.csv --rate-scale 10 --slo 'ttft:p99<2s tpot:p95<100ms'
+                      --gpu h100-sxm=2.49 --gpu h200=3.50 --gpu a100-80gb-sxm=1.79 --html plan.html
+      windtunnel plan chat-8b-h100 --gpu h100-sxm=2.49 --gpu l40s=0.86 --scale 4 --growth 5%/month --spare 1
+      windtunnel plan chat-8b-h100 --gpu h100-sxm --tp 1,2 --max-num-seqs 64,256 --save-scenario fleet.toml
+    """
+    if as_json and as_markdown:
+        raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
+    if parquet is not None and parquet.suffix != ".parquet":
+        raise typer.BadParameter(f"{parquet} must end in .parquet", param_hint="--parquet")
+    _check_outputs((html, csv, parquet, save_scenario), (scenario, *(model or ()), trace, profile))
+    found = _planned(ctx.params)
+    if html is not None:
+        found.report(html)
+    for table in (csv, parquet):
+        if table is not None:
+            found.save_candidates(table)
+    if save_scenario is not None and found.holds:
+        found.save_scenario(save_scenario)
+    _tell_written((html, csv, parquet, save_scenario if found.holds else None), quiet)
+    if as_json:
+        emit(found.to_json())
+    else:
+        emit((found.markdown() if as_markdown else found.text()).rstrip("\n"))
+    if not found.fits:
+        raise typer.Exit(EXIT_INFEASIBLE)
+    if not found.holds:
+        raise typer.Exit(EXIT_SLO_BREACHED)
+
+
+def _planned(params: Mapping[str, Any]) -> Plan:
+    from windtunnel.cli.errors import EXIT_INTERNAL, exit_code
+    from windtunnel.cli.simulate import overrides
+    from windtunnel.planning.plan import plan as make_plan
+
+    say, close = _teller(bool(params["quiet"]))
+    try:
+        return make_plan(
+            params["scenario"],
+            gpus=list(params["gpu"] or ()),
+            power=list(params["power"] or ()),
+            currency=params["currency"],
+            models=list(params["model"] or ()),
+            tensor_parallel_sizes=_counts("--tp", params["tensor_parallel_size"]),
+            pipeline_parallel_sizes=_counts("--pp", params["pipeline_parallel_size"]),
+            kv_cache_dtypes=_words(params["kv_cache_dtype"]),
+            max_num_seqs=_counts("--max-num-seqs", params["max_num_seqs"]),
+            max_num_batched_tokens=_counts("--max-num-batched-tokens", params["max_num_batched_tokens"]),
+            gpu_memory_utilizations=_shares(params["gpu_memory_utilization"]),
+            gpus_per_host=params["gpus_per_host"],
+            uncalibrated=params["uncalibrated"],
+            spare_replicas=params["spare"],
+            scale=params["scale"],
+            growth=params["growth"],
+            months=params["months"],
+            replications=params["replications"],
+            num_requests=params["requests"],
+            jobs=params["jobs"],
+            ray=params["ray"],
+            tell=say,
+            overrides=overrides({name: params[name] for name in _SETTINGS}),
+            reproduce=_command_line(params),
+        )
+    except ValueError as error:
+        raise (error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error))) from None
+    finally:
+        close()
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _counts(flag: str, text: str | None) -> list[int] | None:
+    from windtunnel.scenarios.units import parse_count
+
+    try:
+        return None if text is None else [parse_count(part) for part in _words(text) or ()]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} {error}", param_hint=flag) from None
+
+
+def _shares(text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(part) for part in _words(text) or ()]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} must be shares such as 0.90,0.95", param_hint="--gpu-memory-utilization"
+        ) from None
+
+
+def _teller(quiet: bool) -> tuple[Callable[[str], None] | None, Callable[[], None]]:
+    """What says on the terminal what the search is at, and what wipes it off; nothing where nobody is watching."""
+    if quiet or not sys.stderr.isatty():
+        return None, lambda: None
+    longest = 0
+
+    def say(text: str) -> None:
+        nonlocal longest
+        longest = max(longest, len(text))
+        sys.stderr.write(f"\r{text.ljust(longest)}")
+        sys.stderr.flush()
+
+    def close() -> None:
+        sys.stderr.write(f"\r{' ' * longest}\r")
+        sys.stderr.flush()
+
+    return say, close
+
+
+def _command_line(params: Mapping[str, Any]) -> str:
+    """The command that asks the same again, without what does not change the answer."""
+    words = ["windtunnel", "plan"]
+    if params["scenario"] is not None:
+        words.append(str(params["scenario"]))
+    for name, value in params.items():
+        if name in _NO_PART_OF_THE_ANSWER or value is None or value is False or value == _DEFAULTS.get(name):
+            continue
+        flag = "--" + name.replace("_", "-")
+        for each in value if isinstance(value, list | tuple) else [value]:
+            words += [flag] if each is True else [flag, str(each)]
+    return shlex.join(words)
+
+
+_DEFAULTS = {"scale": 1.0, "replications": 5, "requests": 1500}
+_NO_PART_OF_THE_ANSWER = frozenset(
+    {"scenario", "jobs", "ray", "as_json", "as_markdown", "html", "csv", "parquet", "save_scenario", "quiet"}
+)
+
+
+def _check_outputs(paths: Sequence[Path | None], inputs: Sequence[Any]) -> None:
+    given = [path for path in paths if path is not None]
+    if not given:
+        return
+    from windtunnel.rundir import OutputError, check_can_write_file
+
+    for path in given:
+        check_can_write_file(path, inputs=inputs)
+    if len({path.absolute() for path in given}) < len(given):
+        raise OutputError(f"{given[0]} is named for two outputs: give them different names")
+
+
+def _tell_written(paths: Sequence[Path | None], quiet: bool) -> None:
+    if not quiet:
+        for path in paths:
+            if path is not None:
+                note(f"wrote {path}")

@@ -1,0 +1,295 @@
+"""The answer of a plan as plain data: what its text, its reports and its JSON are made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from windtunnel import __version__
+from windtunnel.planning.analysis import Analysis, growth_of, months_until_full
+from windtunnel.planning.candidates import Refused, Space
+from windtunnel.planning.jobs import TOLERANCE
+from windtunnel.planning.load import Growth, rates_over_time
+from windtunnel.planning.measure import strain
+from windtunnel.planning.points import curves, pareto
+from windtunnel.planning.question import Question, deployment_of, objectives_of, workload_of
+from windtunnel.planning.rows import missed_by, recommended, row_of, shape_words
+from windtunnel.planning.search import Dropped, Found, Tried, difference, smallest_that_holds
+from windtunnel.scenarios.resolve import Resolved
+from windtunnel.sim.metrics.stability import Verdict
+
+SCHEMA_VERSION = 1
+HOLDS, NOTHING_HOLDS, NOTHING_FITS = "holds", "nothing_holds", "nothing_fits"
+SMALL_MARGIN = 0.1
+"""Of an objective's limit: a fleet that comes nearer to it has little to spare."""
+MIN_STAYS = 5
+"""A workload that lasts less than so many times a request's stay says little of a steady state."""
+
+
+def ranking(found: Found, spare: int) -> list[Tried]:
+    """Finalists whose whole fleets held, cheapest first; of equal cost vLLM's defaults, where others need no fewer
+    replicas, else the one with more room.
+    """
+    held = [each for each in found.finalists if smallest_that_holds(each) is not None]
+
+    def whole(each: Tried) -> tuple[bool, float]:
+        return not each.calibrated, each.whole_cost(smallest_that_holds(each) or 0, spare)
+
+    lowest: dict[tuple[bool, float], float] = {}
+    for each in held:
+        lowest[whole(each)] = min(each.cost, lowest.get(whole(each), math.inf))
+    return sorted(
+        held,
+        key=lambda each: (
+            *whole(each),
+            each.cost > (1 + TOLERANCE) * lowest[whole(each)],
+            not each.feasible.is_default,
+            each.cost,
+            each.candidate,
+        ),
+    )
+
+
+def is_equal(best: Tried, other: Tried, spare: int) -> bool:
+    """Whether two finalists cost the same as far as this search can tell: by their whole fleets, or by what they take
+    of replicas on the same requests.
+    """
+    if best.calibrated is not other.calibrated:
+        return False
+    sizes = [smallest_that_holds(each) for each in (best, other)]
+    lows = [smallest_that_holds(each, in_all=False) for each in (best, other)]
+    if None in sizes or None in lows:
+        return False
+    costs = [each.whole_cost(size or 0, spare) for each, size in zip((best, other), sizes, strict=True)]
+    if other.whole_cost(lows[1] or 0, spare) <= costs[0]:
+        return True
+    apart = difference(best, other)
+    near = abs(other.cost - best.cost) <= TOLERANCE * best.cost or (apart is not None and not apart.excludes(0))
+    # whole replicas may part what takes the same: one more replica of the dearer unit is what rounding can do
+    return near and costs[1] - costs[0] <= max(best.unit_cost, other.unit_cost)
+
+
+def answer(
+    question: Question,
+    space: Space,
+    found: Found,
+    chosen: Tried | None,
+    analysis: Analysis | None,
+    *,
+    currency: str,
+    spare: int,
+    growth: Growth | None,
+    notes: Sequence[str],
+    reproduce: str,
+) -> dict[str, Any]:
+    """Everything that is said, in a fixed order."""
+    order = ranking(found, spare)
+    verdict = HOLDS if chosen is not None else (NOTHING_HOLDS if found.tried or found.dropped else NOTHING_FITS)
+    has_prices = all(offer.price_per_hour is not None for offer in space.offers)
+    told = {
+        "windtunnel_version": __version__,
+        "schema_version": SCHEMA_VERSION,
+        "verdict": verdict,
+        "currency": currency if has_prices else None,
+        "has_prices": has_prices,
+        "spare_replicas": spare,
+        "recommended": None,
+        "equal": [],
+        "runners_up": [],
+        "nearest": None if chosen is not None else _nearest(found),
+        "uncalibrated_alternative": None,
+        "candidates": [],
+        "refused": [_refused(each) for each in found.refused],
+        "dropped": [_dropped(each) for each in found.dropped],
+        "without_effect": _without_effect(found),
+        "growth": None,
+        "pareto": pareto(found, question),
+        "curves": curves(found, question),
+        "demand": _demand(question, found),
+        "asked": _asked(question, space, found, chosen),
+        "search": {
+            "num_simulations": found.num_simulations + (analysis.num_simulations if analysis else 0),
+            "num_requests": found.num_requests + (analysis.num_requests if analysis else 0),
+            "requests_per_simulation": question.num_requests,
+            "replications": question.replications,
+            "seed": question.seed,
+            "tolerance": TOLERANCE,
+        },
+        "notes": list(notes),
+        "warnings": [],
+        "reproduce": reproduce,
+    }
+    if chosen is not None and analysis is not None:
+        told["recommended"] = recommended(question, found, chosen, analysis, spare)
+        told["equal"] = [
+            row_of(found, each, spare) for each in order if each is not chosen and is_equal(chosen, each, spare)
+        ]
+        told["runners_up"] = [
+            {**row_of(found, each, spare), "why_not": _why_not(chosen, each, spare)}
+            for each in order
+            if each is not chosen and each.calibrated is chosen.calibrated
+        ]
+        others = [each for each in order if each.calibrated is not chosen.calibrated]
+        told["uncalibrated_alternative"] = row_of(found, others[0], spare) if others else None
+        told["growth"] = None if growth is None else _growth(growth, order, chosen, analysis, spare)
+        told["warnings"] = list(_warnings(told, question, found, chosen))
+    told["candidates"] = [row_of(found, each, spare) for each in _in_order(found)]
+    return told
+
+
+# --- what was asked
+
+
+def _demand(question: Question, found: Found) -> dict[str, Any]:
+    starts, rates = rates_over_time(workload_of(question))
+    return {
+        **asdict(found.demand),
+        "peak_rate": found.demand.peak_rate,
+        "peak_to_mean": found.demand.peak_to_mean,
+        "peak_window_s": found.demand.peak_window_s,
+        "source": workload_of(question).source,
+        "scale": question.scale,
+        "over_time": {"start_s": [round(each, 3) for each in starts.tolist()], "rate": rates.round(4).tolist()},
+    }
+
+
+def _asked(question: Question, space: Space, found: Found, chosen: Tried | None) -> dict[str, Any]:
+    slo, goodput = objectives_of(question)
+    resolved = None
+    if chosen is not None:
+        resolved = deployment_of(question, chosen.candidate)
+    return {
+        "models": list(space.models),
+        "objectives": [objective.text for objective in slo],
+        "goodput": None if goodput is None else str(goodput),
+        "gpus": [
+            {
+                "gpu": offer.gpu,
+                "price_per_hour": offer.price_per_hour,
+                "idle_watts": offer.idle_watts,
+                "busy_watts": offer.busy_watts,
+            }
+            for offer in space.offers
+        ],
+        "fixed": {key: value for key, value in space.fixed.items() if value is not None},
+        "engine": space.version.label,
+        "router": None if resolved is None else _router(resolved),
+        "num_candidates": len({each.candidate for each in found.tried}),
+    }
+
+
+def _router(resolved: Resolved) -> str:
+    return resolved.system.router if resolved.fleet is None else resolved.fleet.routing.router
+
+
+def _why_not(chosen: Tried, each: Tried, spare: int) -> str:
+    sizes = [smallest_that_holds(one) or 0 for one in (chosen, each)]
+    costs = [one.whole_cost(size, spare) for one, size in zip((chosen, each), sizes, strict=True)]
+    more = costs[1] / costs[0] - 1
+    if is_equal(chosen, each, spare):
+        return "within noise" if abs(more) < 1e-9 else f"{100 * more:+.0f} %, within noise"
+    return f"{100 * more:.0f} % dearer" if more > 1e-9 else "costs the same, with less room"
+
+
+# --- what is not the answer
+
+
+def _refused(each: Refused) -> dict[str, Any]:
+    return {
+        **shape_words(each.shape),
+        "kind": each.kind,
+        "reason": each.reason,
+        "is_whole": each.is_whole,
+        "knobs": [asdict(knobs) for knobs in each.knobs],
+    }
+
+
+def _dropped(each: Dropped) -> dict[str, Any]:
+    return {**shape_words(each.shape), "kind": each.kind, "reason": each.reason, "bound": each.bound}
+
+
+def _without_effect(found: Found) -> list[dict[str, Any]]:
+    return [
+        {"label": each.shape.label, "knob": each.knob, "value": each.value, "reason": each.reason}
+        for each in found.without_effect
+    ]
+
+
+def _nearest(found: Found) -> dict[str, Any] | None:
+    """Of deployments that miss an objective, whatever their number: the one that misses by least, and what."""
+    missing: list[tuple[float, str, list[dict[str, Any]]]] = []
+    for shape, result in found.alone.items():
+        missed = [objective for objective in result["objectives"] if not objective["passed"]]
+        if missed:
+            missing.append((_by_how_much(missed), shape.label, missed))
+    missing += [
+        (_by_how_much(missed), each.candidate.label, missed)
+        for each in found.tried
+        if each.num_replicas is None and (missed := missed_by(each))
+    ]
+    if not missing:
+        return None
+    rate, label, missed = min(missing, key=lambda item: (item[0], item[1]))
+    return {"label": label, "strain": rate if math.isfinite(rate) else None, "missed": missed}
+
+
+def _by_how_much(missed: Sequence[dict[str, Any]]) -> float:
+    return max(math.inf if (rate := strain(objective)) is None else rate for objective in missed)
+
+
+def _in_order(found: Found) -> list[Tried]:
+    ranked = list(found.ranked)
+    return [*ranked, *(each for each in found.tried if each not in ranked)]
+
+
+def _growth(growth: Growth, order: Sequence[Tried], chosen: Tried, analysis: Analysis, spare: int) -> dict[str, Any]:
+    return {
+        "per_month": growth.per_month,
+        "num_months": growth.num_months,
+        "months_until_full": months_until_full(growth, analysis),
+        "rows": growth_of(growth, order, chosen, analysis, spare),
+    }
+
+
+# --- what a reader must know first
+
+
+def _warnings(told: Mapping[str, Any], question: Question, found: Found, chosen: Tried) -> Iterator[str]:
+    best = told["recommended"]
+    if not chosen.calibrated:
+        yield (
+            f"Step times are uncalibrated ({best['cost_model']}): rankings are worth more than absolute numbers; "
+            "measure the deployment before it is bought."
+        )
+    if not best["is_quotable"]:
+        yield (
+            f"The load is {100 * best['rho']:.0f} % of what the fleet can do at most: so near to full no latency is "
+            "that of a steady state, so none is stated. Add a replica."
+        )
+    if best["fleet"].get("outside"):
+        yield str(best["fleet"]["outside"])
+    close = [row for row in best["objectives_over_replications"] if (row["strain"] or 0) > 1 - SMALL_MARGIN]
+    if close:
+        listed = " and ".join(f"{row['text']} (at {100 * row['strain']:.0f} % of its limit)" for row in close)
+        yield f"Little room: {listed}. A replica more makes it safe."
+    slower = best["slower"]
+    if slower is not None and not slower["holds"]:
+        yield (
+            f"If steps take {slower['percent']:.0f} % longer, which is within what the profile states of its error for "
+            f"nine steps of ten, it takes "
+            + (
+                "more replicas than were tried."
+                if slower["num_replicas"] is None
+                else f"{slower['num_replicas']} replicas."
+            )
+        )
+    mean_s = ((best["fleet"]["latency_ms"] or {}).get("e2el", {}).get("mean") or 0.0) / 1000
+    if best["fleet"]["verdict"] == Verdict.TOO_SHORT or found.demand.span_s < MIN_STAYS * mean_s:
+        yield (
+            f"The workload lasts {found.demand.span_s:.0f} s, too short for a steady state: the fleet was still "
+            "filling up when the last requests came, and a longer run may ask for more. Give a longer one."
+        )
+    if question.replications < 2:
+        yield "One replication: there is no interval. Give --replications 3 or more."

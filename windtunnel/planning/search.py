@@ -1,0 +1,533 @@
+"""The search for the cheapest deployment, from what is cheap to know to what is not.
+
+1. The memory plan says which deployments start.
+2. Requests that have a replica to themselves say which shapes miss an objective at any load.
+3. The most that a replica can do says how many it takes at least, so which shapes cannot be the cheapest.
+4. One replica's share of the requests says how many it takes, first with vLLM's defaults, then with one knob after the
+   other, on the shapes that can still win.
+5. Replications say how sure that is.
+6. The whole fleets of the best few say what holds.
+
+Every round is a list of jobs whose results come in their order, and what is dropped after a round depends on them
+alone: the same seed gives the same answer, whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windtunnel.planning import jobs
+from windtunnel.planning.candidates import Candidate, Feasible, Knobs, Refused, Shape, Space, candidates
+from windtunnel.planning.load import Demand, demand_of
+from windtunnel.planning.offers import Offer
+from windtunnel.planning.question import Question, deployment_of, workload_of
+from windtunnel.sim.deployment.memory import InfeasibleDeployment
+from windtunnel.sim.metrics.replications import Interval, mean_interval, paired_difference
+from windtunnel.workers import Job, Workers
+
+CONTENDER = 1.25
+"""A shape whose cost is more than so many times the best one's is not tried with other knobs."""
+FIRST_WAVE = 4
+"""Shapes that are tried at once, lowest bound first; what they cost says which others can still win."""
+MOST_REPLICATED = 6
+"""Candidates that are replicated."""
+NUM_FINALISTS = 3
+"""Candidates whose whole fleets are simulated."""
+FINALIST = 1.25
+"""A shape that costs so many times the best one's is no runner-up whose whole fleet is worth a simulation."""
+NUM_FLEET_REPLICATIONS = 3
+"""Replications of a whole fleet."""
+SATURATION_ERROR = 0.03
+"""The most that a replica can do is known within about that (``scenarios.saturation``)."""
+ROOM_FOR_KNOBS = 0.8
+"""A bound of one setting of the knobs is taken so many times where other settings are meant, too."""
+LARGER_POOL = 1.2
+"""A KV cache so many times that of vLLM's defaults is worth a bound of its own."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(slots=True, eq=False)
+class Tried:
+    """A candidate and what became of it."""
+
+    feasible: Feasible
+    offer: Offer
+    calibrated: bool
+    profile: str | None
+    is_bound_of_shape: bool = False
+    estimates: list[dict[str, Any]] = field(default_factory=list)
+    """Results of ``jobs.needed``, one a replication."""
+    fleets: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    """Results of ``jobs.fleet`` by number of replicas and replication."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """What was tried."""
+        return self.feasible.candidate
+
+    @property
+    def shape(self) -> Shape:
+        """What one replica runs on."""
+        return self.candidate.shape
+
+    @property
+    def unit_cost(self) -> float:
+        """What an hour of one replica costs; its number of cards where no prices were given."""
+        price = self.offer.price_per_hour
+        return self.shape.num_gpus * (1.0 if price is None else price)
+
+    @property
+    def num_replicas(self) -> Interval | None:
+        """Replicas that it takes, not rounded, with an interval where there are replications; None if none do."""
+        found = [each["num_replicas"] for each in self.estimates]
+        if not found or any(value is None for value in found):
+            return None
+        return mean_interval(found)
+
+    @property
+    def cost(self) -> float:
+        """Cost an hour of as many replicas as it takes, not rounded; infinite where no number does."""
+        needed = self.num_replicas
+        return math.inf if needed is None else max(needed.mean, 1.0) * self.unit_cost
+
+    def whole_cost(self, num_replicas: int, spare: int) -> float:
+        """Cost an hour of so many replicas and the spare ones."""
+        return (num_replicas + spare) * self.unit_cost
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A shape that was simulated, or bounded, and can not be the answer."""
+
+    shape: Shape
+    kind: str
+    """"too_slow_alone", "dearer_by_bound" or "never_holds"."""
+    reason: str
+    bound: float | None = None
+    """Cost an hour below which it cannot come."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutEffect:
+    """A value of a knob that was not tried, since the run would be the same."""
+
+    shape: Shape
+    knob: str
+    value: float
+    reason: str
+
+
+@dataclass(slots=True)
+class Found:
+    """All that a search came to know."""
+
+    demand: Demand
+    tried: list[Tried]
+    refused: list[Refused]
+    dropped: list[Dropped]
+    alone: dict[Shape, dict[str, Any]]
+    limits: dict[Candidate, float | None]
+    ranked: list[Tried]
+    """Those with a number of replicas, cheapest first, calibrated ones apart from the others (see ``uncalibrated``)."""
+    finalists: list[Tried]
+    without_effect: list[WithoutEffect] = field(default_factory=list)
+    num_simulations: int = 0
+    num_requests: int = 0
+
+
+def search(
+    question: Question,
+    space: Space,
+    workers: Workers,
+    *,
+    with_uncalibrated: bool = False,
+    spare: int = 0,
+    tell: Tell,
+) -> Found:
+    """Find the cheapest deployments that keep the objectives; ``spare`` replicas are bought beside those needed.
+
+    Calibrated and uncalibrated step times are never ranked together: as long as there is a calibrated shape the others
+    are left out, or, ``with_uncalibrated``, tried and kept apart.
+
+    Raises ValueError where no number of replicas follows from the workload, and what resolving a scenario raises.
+    """
+    return _Search(question, space, workers, with_uncalibrated, spare, tell).run()
+
+
+class _Search:
+    def __init__(
+        self, question: Question, space: Space, workers: Workers, with_uncalibrated: bool, spare: int, tell: Tell
+    ) -> None:
+        self._question, self._space, self._workers = question, space, workers
+        self._with_uncalibrated, self._spare, self._tell = with_uncalibrated, spare, tell
+        self._num_fleets = min(NUM_FLEET_REPLICATIONS, question.replications)
+        self._offers = {offer.gpu: offer for offer in space.offers}
+        self.found = Found(demand_of(workload_of(question)), [], [], [], {}, {}, [], [])
+
+    def run(self) -> Found:
+        feasible = self._start()
+        groups = self._groups(feasible)
+        for by_shape in groups:
+            self._run_group(by_shape)
+        self.found.ranked = sorted(
+            (each for each in self.found.tried if each.num_replicas is not None),
+            key=lambda each: (not each.calibrated, each.cost, each.candidate),
+        )
+        for is_calibrated in (True, False):
+            self._verify([each for each in self.found.ranked if each.calibrated is is_calibrated])
+        return self.found
+
+    # 1 -- what starts, and what is known of its steps
+
+    def _start(self) -> dict[Shape, list[Tried]]:
+        self._tell("planning memory")
+        feasible, self.found.refused = candidates(self._space)
+        by_shape: dict[Shape, list[Tried]] = {}
+        for each in feasible:
+            by_shape.setdefault(each.candidate.shape, []).append(
+                Tried(each, self._offers[each.candidate.shape.gpu], False, None)
+            )
+        for shape, options in list(by_shape.items()):
+            try:
+                resolved = deployment_of(self._question, options[0].candidate)
+            except (ValueError, InfeasibleDeployment) as error:  # a profile of another split, an option not there
+                self.found.refused.append(Refused(shape, (), "refused", str(error)))
+                del by_shape[shape]
+                continue
+            for option in options:
+                option.calibrated, option.profile = resolved.cost.calibrated, resolved.profile
+        return by_shape
+
+    def _groups(self, by_shape: dict[Shape, list[Tried]]) -> list[dict[Shape, list[Tried]]]:
+        """Shapes to be ranked together: the calibrated ones, and, where wanted or where there are none, the others."""
+        calibrated = {shape: options for shape, options in by_shape.items() if options[0].calibrated}
+        others = {shape: options for shape, options in by_shape.items() if not options[0].calibrated}
+        if calibrated and not self._with_uncalibrated:
+            self.found.refused += [Refused(shape, (), "uncalibrated", _UNCALIBRATED) for shape in others]
+            others = {}
+        return [group for group in (calibrated, others) if group]
+
+    # 2 and 3 -- bounds
+
+    def _run_group(self, by_shape: dict[Shape, list[Tried]]) -> None:
+        shapes = self._fast_enough_alone(by_shape)
+        if not shapes:
+            return
+        firsts, least = self._bounds({shape: by_shape[shape] for shape in shapes})
+        order = sorted(shapes, key=lambda shape: (least[shape] * firsts[shape].unit_cost, shape))
+        best = math.inf
+        tried: list[Tried] = []
+        for wave in (order[:FIRST_WAVE], order[FIRST_WAVE:]):
+            kept = [shape for shape in wave if self._can_win(firsts[shape], least[shape], best)]
+            self._estimate([firsts[shape] for shape in kept], least, replication=0)
+            tried += [firsts[shape] for shape in kept]
+            best = min((each.cost for each in tried), default=math.inf)
+        self._turn_knobs(tried, by_shape, least)
+        self._drop_hopeless(tried)
+
+    def _fast_enough_alone(self, by_shape: dict[Shape, list[Tried]]) -> list[Shape]:
+        """Shapes on which a request that has a replica to itself keeps every objective."""
+        largest = [
+            max(options, key=lambda each: each.candidate.knobs.max_num_batched_tokens) for options in by_shape.values()
+        ]
+        self._tell(f"serving requests one at a time on {len(largest)} shapes")
+        results = self._do(jobs.alone_job(self._question, each.candidate) for each in largest)
+        kept = []
+        for each, result in zip(largest, results, strict=True):
+            self.found.alone[each.shape] = result
+            missed = [objective for objective in result["objectives"] if _is_missed_alone(objective)]
+            if missed:
+                self.found.dropped.append(Dropped(each.shape, "too_slow_alone", _too_slow(missed)))
+            else:
+                kept.append(each.shape)
+        return kept
+
+    def _bounds(self, by_shape: dict[Shape, list[Tried]]) -> tuple[dict[Shape, Tried], dict[Shape, float]]:
+        """For each shape the knobs to begin with, and the least number of replicas that keep up at all with them.
+
+        vLLM's defaults, or the knobs with the largest KV cache where that is much larger and does more.
+        """
+        asked = [each for options in by_shape.values() for each in _extremes(options)]
+        self._tell(f"measuring what {len(by_shape)} shapes can do at most")
+        results = self._do(jobs.limit_job(self._question, each.candidate) for each in asked)
+        firsts: dict[Shape, Tried] = {}
+        least: dict[Shape, float] = {}
+        for each, result in zip(asked, results, strict=True):
+            rate = self.found.limits[each.candidate] = result["request_throughput"]
+            bound = _LEAST if rate is None else self.found.demand.mean_rate / (rate * (1 + SATURATION_ERROR))
+            if each.shape not in least or bound < least[each.shape] / (1 + SATURATION_ERROR):
+                firsts[each.shape], least[each.shape] = each, bound
+        return firsts, least
+
+    def _can_win(self, first: Tried, least: float, best: float) -> bool:
+        """Whether a shape's bound, with room for better knobs, is below what another one costs."""
+        bound = max(1.0, ROOM_FOR_KNOBS * least) * first.unit_cost
+        if bound <= best:
+            return True
+        reason = (
+            f"it takes at least {max(1.0, least):.1f} replicas to keep up with the mean rate; were other knobs to "
+            f"spare {100 * (1 - ROOM_FOR_KNOBS):.0f} % of them, it would still cost more than the best deployment found"
+        )
+        self.found.dropped.append(Dropped(first.shape, "dearer_by_bound", reason, bound))
+        return False
+
+    # 4 and 5 -- how many replicas
+
+    def _estimate(self, tried: Sequence[Tried], least: dict[Shape, float], replication: int) -> None:
+        """One more replication of each, and its place among those tried."""
+        if not tried:
+            return
+        self._tell(f"finding how many replicas {len(tried)} deployments take (replication {replication + 1})")
+        made = []
+        for each in tried:
+            bound = least[each.shape] * (1.0 if each.candidate in self.found.limits else ROOM_FOR_KNOBS)
+            alike = [each] if each.estimates else [other for other in self.found.tried if other.shape == each.shape]
+            known = [
+                found["num_replicas"]
+                for other in alike
+                for found in other.estimates
+                if found["num_replicas"] is not None
+            ]
+            guess, step = (sum(known) / len(known), _NARROW_STEP) if known else (_FIRST_GUESS * bound, jobs.STEP)
+            made.append(
+                jobs.needed_job(self._question, each.candidate, replication, least=bound, guess=guess, step=step)
+            )
+        for each, result in zip(tried, self._do(made), strict=True):
+            each.estimates.append(result)
+            if each not in self.found.tried:
+                self.found.tried.append(each)
+
+    def _turn_knobs(
+        self, firsts: Sequence[Tried], by_shape: dict[Shape, list[Tried]], least: dict[Shape, float]
+    ) -> None:
+        """One knob after the other, on the shapes that are still near the best; then replications of the best few."""
+        best = {each.shape: each for each in firsts}
+        for knob in _KNOBS:
+            cheapest = min((each.cost for each in best.values()), default=math.inf)
+            near = [shape for shape, each in best.items() if each.cost <= CONTENDER * cheapest or each.cost == math.inf]
+            others = {shape: self._worth_trying(best[shape], by_shape[shape], knob) for shape in near}
+            self._estimate([each for options in others.values() for each in options], least, replication=0)
+            for shape, options in others.items():
+                best[shape] = min((best[shape], *options), key=lambda each: (each.cost, not each.feasible.is_default))
+        self._replicate([each for options in by_shape.values() for each in options if each.estimates], best, least)
+
+    def _worth_trying(self, base: Tried, options: Sequence[Tried], knob: str) -> list[Tried]:
+        """Other values of a knob, but for those that change nothing, which are written down."""
+        shares_prefixes = workload_of(self._question).content is not None
+        kept = []
+        for each in _varied(base, options, knob):
+            why = _without_effect(base, each, knob, shares_prefixes)
+            if why:
+                self.found.without_effect.append(
+                    WithoutEffect(each.shape, knob, getattr(each.candidate.knobs, knob), why)
+                )
+            else:
+                kept.append(each)
+        return kept
+
+    def _replicate(self, tried: Sequence[Tried], best: dict[Shape, Tried], least: dict[Shape, float]) -> None:
+        """More replications of the cheapest, and of the best of each shape that is near."""
+        ranked = sorted((each for each in tried if each.cost < math.inf), key=lambda each: (each.cost, each.candidate))
+        if not ranked:
+            return
+        near = [each for each in best.values() if each.cost <= CONTENDER * ranked[0].cost]
+        chosen = ranked[:MOST_REPLICATED] + [each for each in near if each not in ranked[:MOST_REPLICATED]]
+        for replication in range(1, self._question.replications):
+            self._estimate(chosen, least, replication)
+
+    def _drop_hopeless(self, firsts: Sequence[Tried]) -> None:
+        """Shapes that keep the objectives with no number of replicas, whatever the knobs."""
+        for first in firsts:
+            options = [each for each in self.found.tried if each.shape == first.shape]
+            if all(each.num_replicas is None for each in options):
+                below = first.estimates[0]["below"] or {}
+                missed = [each for each in below.get("objectives", ()) if not each["passed"]]
+                self.found.dropped.append(Dropped(first.shape, "never_holds", _never(missed)))
+
+    # 6 -- the whole fleets of the best few
+
+    def _verify(self, ranked: Sequence[Tried]) -> None:
+        """Whole fleets of the cheapest candidates, one of a shape first, then others of the cheapest."""
+        chosen = self._finalists(ranked)
+        if not chosen:
+            return
+        self._tell(f"simulating the whole fleets of {len(chosen)} deployments")
+        sizes = {each.candidate: _rounded(each) for each in chosen}
+        settled: set[Candidate] = set()
+        for _ in range(_MOST_ROUNDS):
+            open_ones = [each for each in chosen if each.candidate not in settled]
+            if not open_ones:
+                break
+            self._simulate_fleets([(each, sizes[each.candidate], 0) for each in open_ones])
+            for each in open_ones:
+                step = _next_size(each, sizes[each.candidate])
+                if step is None:
+                    settled.add(each.candidate)
+                else:
+                    sizes[each.candidate] = step
+        self._repeat(chosen)
+        self.found.finalists += chosen
+
+    def _finalists(self, ranked: Sequence[Tried]) -> list[Tried]:
+        """The cheapest as whole fleets: the best of each shape first, then others of the shapes near the best."""
+        order = sorted(
+            ranked,
+            key=lambda each: (each.whole_cost(_rounded(each), self._spare), each.cost, not each.feasible.is_default),
+        )
+        firsts = [each for k, each in enumerate(order) if each.shape not in {other.shape for other in order[:k]}]
+        near = [each for each in firsts if each.cost <= FINALIST * firsts[0].cost]
+        chosen = near[:NUM_FINALISTS] if len(near) > 1 else firsts[:2]
+        others = [each for each in order if each not in chosen and each.cost <= (1 + jobs.TOLERANCE) * order[0].cost]
+        return [*chosen, *others[: max(0, NUM_FINALISTS - len(chosen))]]
+
+    def _repeat(self, chosen: Sequence[Tried]) -> None:
+        """The smallest fleet that held, in the other replications, one more replica where one of them does not hold."""
+        for _ in range(_MOST_ROUNDS):
+            wanted = []
+            for each in chosen:
+                size = smallest_that_holds(each)
+                if size is not None:
+                    wanted += [
+                        (each, size, replication)
+                        for replication in range(1, self._num_fleets)
+                        if (size, replication) not in each.fleets
+                    ]
+            if not wanted:
+                break
+            self._simulate_fleets(wanted)
+            again = []
+            for each in chosen:
+                size = smallest_that_holds(each)
+                if size is None:
+                    tried_sizes = [known for known, _ in each.fleets]
+                    again.append((each, max(tried_sizes) + 1, 0))
+            self._simulate_fleets(again)
+
+    def _simulate_fleets(self, wanted: Sequence[tuple[Tried, int, int]]) -> None:
+        results = self._do(
+            jobs.fleet_job(self._question, each.candidate, size, replication) for each, size, replication in wanted
+        )
+        for (each, size, replication), result in zip(wanted, results, strict=True):
+            each.fleets[size, replication] = result
+
+    # --
+
+    def _do(self, made: Iterable[Job]) -> list[Any]:
+        """Results of jobs, in order; what they took is counted."""
+        results = list(self._workers.map(list(made)))
+        for result in results:
+            self.found.num_simulations += result.get("num_simulations", 1)
+            self.found.num_requests += result.get("num_requests", 0)
+        return results
+
+
+_UNCALIBRATED = (
+    "no calibrated profile prices its steps, and roofline times are not ranked beside calibrated ones (measure it, or "
+    "--uncalibrated tries it and keeps it apart)"
+)
+_LEAST = 0.02
+"""Replicas from which to begin where nothing bounds them."""
+_FIRST_GUESS = 1.3
+"""A first guess, over the bound: engines are rarely run fuller than three quarters under an objective on latency."""
+_NARROW_STEP = 1.06
+"""Factor between tries where another replication already said where to look."""
+_MOST_ROUNDS = 12
+_KNOBS = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization")
+
+
+def _extremes(options: Sequence[Tried]) -> list[Tried]:
+    """The first of a shape's candidates, and the one with the largest KV cache where that is much larger."""
+    first = options[0]
+    largest = max(options, key=lambda each: each.feasible.memory.kv_cache_tokens)
+    is_larger = largest.feasible.memory.kv_cache_tokens > LARGER_POOL * first.feasible.memory.kv_cache_tokens
+    return [first, largest] if is_larger else [first]
+
+
+def _is_missed_alone(objective: dict[str, Any]) -> bool:
+    """Whether an objective that more load can only worsen is missed without load: latencies, and shares of them."""
+    return (
+        not objective["passed"]
+        and (objective["unit"] == "ms" or objective["text"].startswith("goodput"))
+        and (objective["unit"] != "/s")
+    )
+
+
+def _too_slow(missed: Sequence[dict[str, Any]]) -> str:
+    told = "; ".join(f"{each['text']}: {shown(each)}" for each in missed)
+    return f"too slow even for requests that have a replica to themselves ({told})"
+
+
+def _never(missed: Sequence[dict[str, Any]]) -> str:
+    told = "; ".join(f"{each['text']}: {shown(each)}" for each in missed)
+    return f"no number of replicas that was tried keeps the objectives{f' ({told})' if told else ''}"
+
+
+def shown(objective: dict[str, Any]) -> str:
+    """What was measured, with its unit."""
+    value, unit = objective["measured"], objective["unit"]
+    return "nothing measured" if value is None else f"{value:,.4g} {unit}".strip()
+
+
+def _varied(base: Tried, options: Sequence[Tried], knob: str) -> list[Tried]:
+    """The candidates of the shape that differ from this one in that knob alone, and were not tried."""
+
+    def rest(knobs: Knobs) -> dict[str, Any]:
+        return {name: getattr(knobs, name) for name in _KNOBS if name != knob}
+
+    return [each for each in options if not each.estimates and rest(each.candidate.knobs) == rest(base.candidate.knobs)]
+
+
+def _without_effect(base: Tried, option: Tried, knob: str, shares_prefixes: bool) -> str:
+    """Why this value of the knob gives the very same run as the base's; empty where it may not.
+
+    A limit that a run never reached changes nothing when it is another one that the run never reaches.
+    """
+    at = base.estimates[0]["at"] if base.estimates else None
+    if at is None:
+        return ""
+    ours, other = base.candidate.knobs, option.candidate.knobs
+    if knob == "max_num_seqs" and at["num_running_peak"] < min(ours.max_num_seqs, other.max_num_seqs):
+        return f"never more than {at['num_running_peak']:,} requests ran at once"
+    if knob == "gpu_memory_utilization" and not shares_prefixes and not at["num_preemptions"]:
+        used = at["kv_usage_peak"] * base.feasible.memory.num_gpu_blocks
+        if used < 0.98 * min(base.feasible.memory.num_gpu_blocks, option.feasible.memory.num_gpu_blocks):
+            return f"never more than {100 * at['kv_usage_peak']:.0f} % of the KV cache was in use"
+    return ""
+
+
+def _rounded(each: Tried) -> int:
+    """Whole replicas from which the simulation of fleets begins: a router that looks at the load does a little better
+    than taking turns, so the mean is rounded up, not the end of its interval."""
+    needed = each.num_replicas
+    return 1 if needed is None else max(1, math.ceil(needed.mean - 1e-9))
+
+
+def _next_size(each: Tried, size: int) -> int | None:
+    """The size to simulate next: one less while it holds, one more while it does not; None where both are known."""
+    holds = {known: result["holds"] for (known, replication), result in each.fleets.items() if replication == 0}
+    if holds[size]:
+        return size - 1 if size > 1 and size - 1 not in holds else None
+    return size + 1 if size + 1 not in holds else None
+
+
+def smallest_that_holds(each: Tried, *, in_all: bool = True) -> int | None:
+    """The smallest fleet that held in every replication of it (or, with ``in_all`` False, in any); None if none did."""
+    sizes: dict[int, list[bool]] = {}
+    for (size, _), result in each.fleets.items():
+        sizes.setdefault(size, []).append(result["holds"])
+    held = [size for size, results in sizes.items() if (all(results) if in_all else any(results))]
+    return min(held, default=None)
+
+
+def difference(a: Tried, b: Tried) -> Interval | None:
+    """What b costs more than a an hour, on the same requests, replication by replication; None without replications."""
+    costs = [
+        [found["num_replicas"] * each.unit_cost for found in each.estimates if found["num_replicas"] is not None]
+        for each in (a, b)
+    ]
+    num = min(map(len, costs))
+    return paired_difference(costs[0][:num], costs[1][:num]) if num >= 2 else None
