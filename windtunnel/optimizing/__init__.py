@@ -1,0 +1,1 @@
+"""A constrained search over the settings of a deployment for goodput per dollar, with the answer explained."""
