@@ -50,7 +50,7 @@ _WORK = (
     ("padding_tokens", "padding", "@orange", "."),
     ("straggler_tokens", "complete answers waiting for the longest", "@purple", "x"),
     ("rejected_draft_tokens", "rejected drafts", "@sky", "-"),
-    ("abandoned_tokens", "for clients that gave up", "@grey", "|"),
+    ("abandoned_tokens", "for requests given up or lost", "@grey", "|"),
 )
 
 

@@ -50,7 +50,7 @@ def plan_cards(row: MemoryRow, cost: Cost | None = None) -> Iterator[Card]:
     """Answer, cost and risk of one plan."""
     plan, request, verdict = row.plan, row.plan.request, row.judged.verdict
     low, high = plan.interval_90
-    spread = f"{low:,} to {high:,} in nine starts of ten" if low != high else "tokens"
+    spread = f"tokens; {low:,} to {high:,} in nine starts of ten" if low != high else "tokens"
     gpus = f"{request.num_gpus:,} x {request.gpu.name}"
     if verdict == DOES_NOT_START:
         helps = f"{plural(len(row.judged.remedies), 'change')} would help" if row.judged.remedies else "see below"

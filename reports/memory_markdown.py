@@ -31,7 +31,7 @@ def render_plan_markdown(row: MemoryRow, *, version: str, cost: Cost | None = No
         list(_table(("KV cache", "value", "remark"), pool_rows(row))),
         list(_table(("change that would help", "verdict", "KV cache", "cost"), remedies)) if remedies else [],
         _block(row.serve_command),
-        [f"- {text}" for text in (*row.notes, *row.assumptions)],
+        [f"- {text}" for text in dict.fromkeys((*row.notes, *row.assumptions))],
         _reproduce(version, command),
     ]
     return _joined(parts)
@@ -66,7 +66,7 @@ def render_sweep_markdown(
         list(_cards(sweep_cards(axes, points, currency))),
         [f"> **Warning:** {text}" for text in warnings],
         list(_table(heads, rows)),
-        [f"- {text}" for text in (*reasons, *notes)],
+        [f"- {text}" for text in dict.fromkeys((*reasons, *notes))],
         _reproduce(version, command),
     ]
     return _joined(parts)

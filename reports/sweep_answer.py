@@ -6,7 +6,18 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import NamedTuple
 
-from windtunnel.reports.sweep_data import COMES_FIRST, Best, Knee, Swept, SweptAxis, SweptPoint, measure, paired, say
+from windtunnel.reports.sweep_data import (
+    COMES_FIRST,
+    Best,
+    Knee,
+    Swept,
+    SweptAxis,
+    SweptPoint,
+    fall,
+    measure,
+    paired,
+    say,
+)
 from windtunnel.reports.words import digits, percent, plural, verb
 
 MOST_EFFECTS = 6
@@ -56,7 +67,7 @@ def _headline(swept: Swept) -> tuple[str, str]:
     if best.is_under_slo:
         return f"Best under the objectives: {best.point.name}, with {told}.", "good"
     if best.level and len(best.level) == len(swept.feasible) - 1 and len(swept.feasible) > 1:
-        level = f"{measure(best.by).words} is level everywhere, within noise"
+        level = f"{measure(best.by).words} {_is_level(swept)} everywhere"
         if best.tie_break == COMES_FIRST:
             return f"{_cap(level)}: {say_with_noise(best.by, best.point)}.", "note"
         return f"{best.point.name} {best.tie_break}; {level}.", "note"
@@ -104,9 +115,14 @@ def _level(swept: Swept) -> Iterator[str]:
     if best is None or not best.level:
         return
     yield (
-        f"{_cap(measure(best.by).words)} is level within noise at {plural(len(best.level), 'other point')} "
+        f"{_cap(measure(best.by).words)} {_is_level(swept)} at {plural(len(best.level), 'other point')} "
         f"({_named(list(best.level))}); of these, {best.point.name} {best.tie_break}."
     )
+
+
+def _is_level(swept: Swept) -> str:
+    """What being level means here; single runs know no noise."""
+    return "is level within noise" if len(swept.seeds) > 1 else "differs by less than 1 %"
 
 
 def _effects(swept: Swept) -> Iterator[str]:
@@ -119,17 +135,31 @@ def _effects(swept: Swept) -> Iterator[str]:
             continue
         told = [text for key in swept.shown() if (text := _effect(key, runs[0], runs[-1]))][:MOST_EFFECTS]
         unchanged = [key for key in swept.shown() if key != "num_gpus" and not _effect(key, runs[0], runs[-1])]
-        still = [measure(key).words for key in unchanged]
         first, last = (point.words[swept.x_axis.key] for point in (runs[0], runs[-1]))
         where = f" ({curve.name})" if curve.name else ""
-        if told:
-            rest = f"; {_listed(still)} {verb(len(still), 'does', 'do')} not change beyond noise" if still else ""
-            yield f"From {swept.x_axis.key} {first} to {last}{where}: {', '.join(told)}{rest}."
-        else:
-            yield f"From {swept.x_axis.key} {first} to {last}{where} nothing shown changes beyond noise."
+        parts = [*([", ".join(told)] if told else []), *_unchanged(unchanged, runs[0], runs[-1])]
+        if parts:
+            yield f"From {swept.x_axis.key} {first} to {last}{where}: {'; '.join(parts)}."
     for axis in swept.axes:
         if axis is not swept.x_axis and not swept.is_zipped:
             yield from _effects_across(swept, axis)
+
+
+def _unchanged(keys: list[str], first: SweptPoint, last: SweptPoint) -> Iterator[str]:
+    """What changes little, and what may change but cannot be told from noise."""
+    little = [key for key in keys if _is_little(first.mean(key), last.mean(key))]
+    noisy = [key for key in keys if key not in little and first.values(key) and last.values(key)]
+    for found, change, changes, how in (
+        (little, "hardly change", "hardly changes", f"(less than {100 * CHANGED:g} %)"),
+        (noisy, "change", "changes", "within noise only"),
+    ):
+        words = [measure(key).words for key in found]
+        if words:
+            yield f"{_listed(words)} {change if len(words) > 1 or words[0].endswith('s') else changes} {how}"
+
+
+def _is_little(a: float | None, b: float | None) -> bool:
+    return a is not None and b is not None and abs(b - a) <= CHANGED * max(abs(a), abs(b))
 
 
 def _effects_across(swept: Swept, axis: SweptAxis) -> Iterator[str]:
@@ -144,7 +174,7 @@ def _effects_across(swept: Swept, axis: SweptAxis) -> Iterator[str]:
         ordered = sorted(points, key=lambda point: axis.words.index(point.words[axis.key]))
         first, last = ordered[0], ordered[-1]
         found = [text for key in swept.shown() if (text := _effect(key, first, last))][:MOST_EFFECTS]
-        change = ", ".join(found) or "nothing shown changes beyond noise"
+        change = ", ".join(found) or f"nothing shown changes by {100 * CHANGED:g} % and beyond noise"
         yield f"At {where}, from {axis.key} {first.words[axis.key]} to {last.words[axis.key]}: {change}."
 
 
@@ -165,7 +195,7 @@ def _relative(a: float, b: float) -> str:
         return ""
     if b >= 3 * a:
         return f" ({digits(b / a)} times)"
-    return f" ({'+' if b > a else '−'}{percent(abs(b - a) / a)})"
+    return f" (+{percent((b - a) / a)})" if b > a else f" (−{fall((a - b) / a)})"
 
 
 def _knees(swept: Swept) -> Iterator[str]:
@@ -232,6 +262,12 @@ def _about_objectives(swept: Swept) -> Iterator[str]:
     if not swept.objectives:
         yield "No objectives were set, so that best means most, not good enough (--slo ttft:p99<500ms)."
         return
+    if swept.best is not None and len(swept.seeds) > 1 and not swept.is_deterministic:
+        number = len(swept.seeds)
+        yield (
+            f"{swept.best.point.name} keeps the objectives in all {number} replications: with 95 % confidence at least "
+            f"{percent(least_share(number))} of such runs do (more --reps say more)."
+        )
     some = [point for point in swept.feasible if point.num_held and not point.holds]
     none = [point for point in swept.feasible if point.num_held == 0]
     if some:
@@ -242,16 +278,31 @@ def _about_objectives(swept: Swept) -> Iterator[str]:
         yield f"{_named(none)} {keep} the objectives in no replication ({_missed(none)} missed)."
 
 
+def least_share(number: int, confidence: float = 0.95) -> float:
+    """The share of all runs that keep the objectives at least, where as many independent ones all did.
+
+    The one-sided bound of Clopper and Pearson: with a smaller share so many in a row would be rarer than 1 in 20.
+    """
+    return float((1 - confidence) ** (1 / number))
+
+
 def _missed(points: list[SweptPoint]) -> str:
     return " and ".join(dict.fromkeys(text for point in points for text in point.missed)) or "some"
 
 
 def _about_load(swept: Swept) -> Iterator[str]:
     hopeless = [point for point in swept.feasible if point.is_hopeless]
-    if hopeless:
+    seen = [point for point in hopeless if point.is_overloaded]
+    unseen = [point for point in hopeless if not point.is_overloaded]
+    if seen:
         yield (
-            f"{_named(hopeless)} {verb(len(hopeless), 'is', 'are')} overloaded: latencies there are those of the "
-            "run's length, and a longer one would be worse."
+            f"{_named(seen)} {verb(len(seen), 'is', 'are')} overloaded: latencies there are those of the run's length, "
+            "and a longer one would be worse."
+        )
+    if unseen:
+        yield (
+            f"At {_named(unseen)} more comes in than can be served, in a run too short to show it: latencies there are "
+            "those of its length, and a longer one would be worse."
         )
 
 

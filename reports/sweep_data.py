@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import isfinite
+from math import floor, isfinite
 from typing import Any, NamedTuple
 
 from windtunnel.reports.context import ReportContext
 from windtunnel.reports.words import count, digits, milliseconds, percent, seconds
 from windtunnel.sim.metrics.comparison import ComparedRun, Metric, metric
 from windtunnel.sim.metrics.replications import Interval, mean_interval, paired_difference
+from windtunnel.sim.metrics.stability import Verdict
 
 GIB = 2**30
 PER_GPU = "_per_gpu"
@@ -64,6 +65,11 @@ def say_short(key: str, value: float | None) -> str:
     if unit == "%":
         return percent(value)
     return digits(value, 3) if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def fall(share: float) -> str:
+    """A fall by a share as a percentage, which is only 100 % where nothing is left."""
+    return percent(share) if share < 0.995 or share >= 1 else f"{min(floor(1000 * share) / 10, 99.9):.1f} %"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +151,11 @@ class SweptPoint:
     def is_hopeless(self) -> bool:
         """Whether a run was overloaded: its latencies are those of its length."""
         return any(ComparedRun("", 0, run).is_hopeless for run in self.runs if not run.get("infeasible"))
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether a run was long enough to be judged so."""
+        return any(verdict in (Verdict.OVERLOADED, Verdict.STALLED) for verdict in self.verdicts)
 
     @property
     def is_unsafe(self) -> bool:

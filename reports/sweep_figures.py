@@ -402,6 +402,7 @@ def _map(swept: Swept, x: SweptAxis, y: SweptAxis, key: str) -> Figure:
     }
     caption = "Bright is better." if measure(key).better else ""
     caption += " ★ is the best point." if best else ""
+    caption += " † misses objectives." if _some_miss(swept) else ""
     caption += " ✕ cannot run." if any(point.infeasible for point in swept.points) else ""
     return Figure(f"map-{key}", _cap(measure(key).words), caption.strip(), data, layout, half=True)
 
@@ -412,4 +413,9 @@ def _in_map(point: SweptPoint | None, key: str, best: SweptPoint | None, scale: 
     if point.infeasible:
         return "✕"
     mean = point.mean(key)
-    return "" if mean is None else f"{'★ ' if point is best else ''}{digits(mean * scale)}"
+    missed = "†" if point.num_held is not None and not point.holds else ""
+    return "" if mean is None else f"{'★ ' if point is best else ''}{digits(mean * scale)}{missed}"
+
+
+def _some_miss(swept: Swept) -> bool:
+    return any(point.num_held is not None and not point.holds for point in swept.feasible)

@@ -112,12 +112,27 @@ def influence_answer(sensed: Sensed) -> InfluenceAnswer:
     sentences = tuple(rank_words(sensed, each) for each in sensed.found)
     if not wins:
         is_flat = all(each.is_flat for each in sensed.found)
-        headline = "Nothing varied matters." if is_flat else "No setting stands out beyond noise."
+        headline = "Nothing varied matters." if is_flat else _tied(sensed)
         return InfluenceAnswer(headline, "note", sentences, tuple(_risks(sensed)))
     first = max(wins, key=lambda axis: len(wins[axis]))
     rest = [f"{axis} for {_listed(words)}" for axis, words in wins.items() if axis != first]
     headline = f"{first} matters most for {_listed(wins[first])}{'; ' if rest else ''}{'; '.join(rest)}."
     return InfluenceAnswer(headline, "good", sentences, tuple(_risks(sensed)))
+
+
+def _tied(sensed: Sensed) -> str:
+    """Which settings matter most, where for no number a single one does."""
+    ties: dict[tuple[str, ...], list[str]] = {}
+    for each in sensed.found:
+        axes = tuple(sorted(leader.axis for leader in each.leaders))
+        if axes and len(axes) < len(sensed.axes) and each.ranked[0].low > 0:
+            ties.setdefault(axes, []).append(measure(each.key).words)
+    if not ties:
+        return "No setting stands out beyond noise."
+    axes, words = max(ties.items(), key=lambda tie: len(tie[1]))
+    changing = sum(1 for each in sensed.found if not each.is_flat)
+    what = "all that changes" if len(words) == changing > 2 else _listed(words)
+    return f"{_listed(list(axes))} matter most for {what}, and cannot be told apart."
 
 
 def rank_words(sensed: Sensed, found: Influences) -> str:
@@ -128,6 +143,8 @@ def rank_words(sensed: Sensed, found: Influences) -> str:
     told = [f"{each.axis} ({value_words(sensed, found, each)})" for each in _that_matter(found)]
     idle = [each.axis for each in found.ranked if each not in _that_matter(found)]
     tie = "" if len(found.leaders) == 1 else f"; {_listed([each.axis for each in found.leaders])} cannot be told apart"
+    if found.ranked[0].low <= 0 and isfinite(found.ranked[0].high):
+        tie = ", which may be noise"
     rest = f"; {_listed(idle)} {'does' if len(idle) == 1 else 'do'} not matter" if idle else ""
     return f"{words}: {', then '.join(told)}{tie}{rest}."
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windtunnel.reports.files import atomic_writer
-from windtunnel.reports.sweep_data import Swept, SweptPoint, say_short
+from windtunnel.reports.sweep_data import Swept, SweptPoint, fall, say_short
+from windtunnel.reports.words import percent
 from windtunnel.sim.metrics.replications import Interval
 
 MARKS = {"best": "best", "baseline": "baseline", "knee": "knee"}
@@ -80,7 +81,7 @@ def _change(swept: Swept, point: SweptPoint, key: str) -> str:
         return "≈"
     if share >= 9.995:
         return f"×{share + 1:,.0f}"
-    return f"{'+' if share > 0 else '−'}{100 * abs(share):.{0 if abs(share) >= 0.0995 else 1}f} %"
+    return f"+{percent(share)}" if share > 0 else f"−{fall(-share)}"
 
 
 def _held(swept: Swept, point: SweptPoint) -> str:

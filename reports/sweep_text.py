@@ -57,9 +57,8 @@ def legend(swept: Swept, *, with_changes: bool = True) -> Iterator[str]:
         left_out = "are left out for want of room; --html, --markdown and --json have them"
         yield f"Changes from {swept.baseline.name} {left_out}."
     else:
-        yield (
-            f"Changes are against {swept.baseline.name}, run against run of the same seed; ≈ is no change beyond noise."
-        )
+        same = "no change beyond noise" if len(swept.seeds) > 1 else "a change of less than 0.05 %"
+        yield f"Changes are against {swept.baseline.name}, run against run of the same seed; ≈ is {same}."
 
 
 def reasons(swept: Swept) -> Iterator[str]:

@@ -7,5 +7,9 @@ class ScenarioError(ValueError):
     """A scenario, flag or setting is wrong; each line of the message is one complaint and says what to do."""
 
 
+class NothingToServe(ScenarioError):
+    """vLLM would start, and refuse every request."""
+
+
 class ScenarioUnreadable(ScenarioError):
     """The scenario file cannot be read at all."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from windtunnel.scenarios.errors import ScenarioUnreadable
+from windtunnel.scenarios.errors import NothingToServe, ScenarioUnreadable
 from windtunnel.scenarios.ledger import Ledger
 from windtunnel.scenarios.schema import SyntheticWorkload, TraceWorkload
 from windtunnel.sim.workload import Workload
@@ -147,12 +147,13 @@ def _tell_refused(
     which = f"have max_model_len ({max_model_len:,}) tokens or more"
     remedy = _how_to_serve(longest + 1, model)
     if refused == len(workload):
-        raise ledger.blame(
+        error = ledger.blame(
             f"all {refused:,} prompts {which}, so vLLM refuses every one (longest: {longest:,}): {remedy}, or shorten "
             "the prompts",
             "engine",
             "max_model_len",
         )
+        raise NothingToServe(str(error))
     ledger.warnings.append(
         f"{refused:,} of {len(workload):,} prompts {which} and are rejected, as vLLM does (longest: {longest:,}): "
         f"{remedy} to serve them"

@@ -48,7 +48,7 @@ def test_answer_cost_and_risk_stand_first(plan: MemoryReport, tmp_path: Path) ->
     plan.report(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     low, high = plan.judged.plan.interval_90
-    assert row_of(page, "KV cache") == f"{plan.kv_cache_tokens:,} | {low:,} to {high:,} in nine starts of ten"
+    assert row_of(page, "KV cache") == f"{plan.kv_cache_tokens:,} | tokens; {low:,} to {high:,} in nine starts of ten"
     assert row_of(page, "Requests at once") == f"{plan.max_concurrency:,.1f} | of 8,192 tokens each (max_model_len)"
     each = 2.5 / plan.max_concurrency
     assert row_of(page, "Cost").startswith("1 x H100-SXM | 2.5 USD per hour, 0.0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ import pandas as pd
 import pytest
 
 import windtunnel as wt
+from windtunnel.reports.sweep_answer import answer, least_share
+from windtunnel.reports.sweep_data import SweptAxis, SweptPoint, fall, paired
+from windtunnel.reports.sweep_figures import MOST_MAPS, sweep_figures
+from windtunnel.reports.sweep_influence import Influence, Influences, Sensed, influence_answer
 from windtunnel.sweeping.context import report_context
 from windtunnel.sweeping.sweep import Sweep
 
@@ -57,6 +62,108 @@ def test_counts_with_units_are_numbers_in_the_tables() -> None:
     assert swept({"max_num_batched_tokens": "1k,2K"}).runs.max_num_batched_tokens.unique().tolist() == [1000, 2048]
 
 
+def test_the_same_setting_in_other_words_is_one_point() -> None:
+    assert swept({"max_num_batched_tokens": "1k,1000,2k"}).runs.point.unique().tolist() == [1, 2]
+    drawn = swept({"max_num_seqs": "random:1:3"}, samples=12, reps=1).runs.max_num_seqs
+    assert sorted(drawn) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("vary", [{"gpu": "L4,no-such-gpu"}, {"model": ["meta-llama/Llama-3.1-8B-Instruct", "none"]}])
+def test_what_is_not_there_is_found_before_anything_runs(vary: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown"):
+        wt.sweep("chat-8b-h100", vary, jobs=1, reps=1, folder=tmp_path / "kept", num_requests=5)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_the_number_that_decides_is_in_the_table_whatever_else_is_asked_for() -> None:
+    found = swept({"max_num_seqs": [1, 8]}, metrics=["p99_ttft_ms"], goodput="ttft:500", reps=1)
+    assert found.swept.best_by == "request_goodput"
+    assert found.swept.shown() == ["p99_ttft_ms", "request_goodput"]
+
+
+def test_single_runs_claim_nothing_about_noise_but_that_it_is_not_known() -> None:
+    text = re.sub(r"\s+", " ", swept({"max_num_seqs": [8, 16, 17]}, reps=1).text())
+    assert text.count("noise") == text.count("so that noise is not known") == 1
+    assert "differs by less than 1 %" in text
+    assert "preemptions hardly change" in re.sub(
+        r"\s+", " ", swept({"max_num_seqs": [2, 16]}, metrics=["preemptions"], best_by="p99_ttft_ms").text()
+    )
+
+
+def test_kept_in_all_of_few_runs_is_no_promise_and_the_answer_says_how_much_it_is() -> None:
+    """Were 54.9 % of all runs good, five good ones in a row would be as rare as 1 in 20."""
+    drawn = {"input": "exponential:mean=64,max=99", "slo": "ttft:p99<10s"}
+    text = re.sub(r"\s+", " ", swept({"max_num_seqs": [8, 16]}, reps=5, **drawn).text())
+    assert "in all 5 replications: with 95 % confidence at least 55 % of such runs do" in text
+    assert least_share(5) ** 5 == pytest.approx(0.05)
+    assert round(100 * least_share(5)) == 55
+    assert "confidence" not in swept({"max_num_seqs": [8, 16]}, reps=1, **drawn).text()
+
+
+def test_what_may_change_is_not_said_to_stay() -> None:
+    """Two runs tell little: a change of many times may be noise, which is no proof that nothing changes."""
+    scattered = {"input": "exponential:mean=64,max=450", "num_requests": 12}
+    found = swept({"max_num_seqs": [6, 16]}, metrics=["p99_ttft_ms"], best_by="p99_ttft_ms", **scattered)
+    first, last = found.swept.points
+    change = paired(first, last, "p99_ttft_ms")
+    assert change is not None
+    assert not change.excludes(0)
+    assert abs(change.mean) > 0.02 * (first.mean("p99_ttft_ms") or 0.0)
+    assert "P99 TTFT changes within noise only" in re.sub(r"\s+", " ", found.text())
+
+
+def test_settings_that_tie_are_named_in_the_headline() -> None:
+    def all_alike(high: float) -> Influences:
+        both = tuple(Influence(axis, 2.0, low, high) for axis, low in (("a", 1.0), ("b", 0.5)))
+        return Influences("p99_ttft_ms", 1.0, (*both, Influence("c", 0.1, 0.0, 0.2)), 8, None)
+
+    def headline(found: Influences) -> str:
+        axes = tuple(SweptAxis(name, "1:2", ("1", "2"), True, False, True) for name in "abc")
+        point = SweptPoint(1, {}, {}, {}, ({},))
+        context = swept({"max_num_seqs": [8]}, reps=1).swept.context
+        return influence_answer(Sensed(context, "", "morris", axes, {}, {}, (found,), (point,), (0,), 8)).headline
+
+    assert headline(all_alike(3.0)) == "a and b matter most for P99 TTFT, and cannot be told apart."
+
+
+def test_a_map_marks_where_objectives_are_missed_so_that_bright_is_not_taken_for_good(tmp_path: Path) -> None:
+    vary = {"max_num_seqs": [1, 2, 16], "request_rate": [5, 10, 20]}
+    found = swept(vary, reps=1, slo="ttft:p99<500ms")
+    found.report(tmp_path / "map.html")
+    page = (tmp_path / "map.html").read_text()
+    missed = sum(1 for point in found.swept.points if not point.holds)
+    assert 0 < missed < 9
+    assert "† misses objectives." in page
+    assert "†" not in figures_of(swept(vary, reps=1))
+    assert figures_of(found).count('†"') == missed * MOST_MAPS
+
+
+def figures_of(found: Sweep) -> str:
+    return json.dumps([figure.for_page() for figure in sweep_figures(found.swept)], ensure_ascii=False)
+
+
+def test_a_load_that_is_too_much_in_a_run_too_short_to_show_it_is_not_called_overloaded() -> None:
+    base = swept({"max_num_seqs": [8, 16]}, reps=1).swept
+    runs = [
+        {**base.points[0].runs[0], "verdict": verdict, "stability": verdict, "utilisation": 1.4}
+        for verdict in ("too short", "overloaded")
+    ]
+    points = tuple(replace(point, runs=(run,)) for point, run in zip(base.points, runs, strict=True))
+    said = " ".join(answer(replace(base, points=points)).risks)
+    assert "At max_num_seqs 8 more comes in than can be served" in said
+    assert "max_num_seqs 16 is overloaded" in said
+
+
+def test_only_what_falls_to_nothing_falls_by_all_of_it() -> None:
+    assert [fall(share) for share in (0.5, 0.994, 0.9951, 0.99999, 1.0)] == [
+        "50 %",
+        "99 %",
+        "99.5 %",
+        "99.9 %",
+        "100 %",
+    ]
+
+
 def test_a_point_that_cannot_run_stays_in_the_table_with_the_reason() -> None:
     found = swept({"num_gpu_blocks_override": [3, 65]})
     bad, good = found.points.to_dict("records")
@@ -66,6 +173,13 @@ def test_a_point_that_cannot_run_stays_in_the_table_with_the_reason() -> None:
     assert bad["infeasible"].split(".")[0] in re.sub(r"\s+", " ", found.text())
     assert found.best is not None
     assert found.best.point.settings == {"num_gpu_blocks_override": 65}
+
+
+def test_a_point_at_which_every_request_is_refused_does_not_end_the_sweep() -> None:
+    found = swept({"max_model_len": [32, 512]}, reps=1)
+    assert "refuses every one" in found.swept.points[0].infeasible
+    assert found.swept.points[0].verdicts == ("not possible",)
+    assert not found.swept.points[1].infeasible
 
 
 def test_the_baseline_is_the_point_with_the_scenarios_own_values() -> None:
@@ -114,6 +228,8 @@ def test_objectives_decide_what_is_best() -> None:
     [
         ({}, {}, "nothing is varied"),
         ({"seed": [1, 2]}, {}, "--reps"),
+        ({"objectives": ["ttft:p99<1s", "ttft:p99<2s"]}, {}, "how runs are judged"),
+        ({"goodput": ["ttft:100", "ttft:200"]}, {}, "how runs are judged"),
         ({"max_num_seqs": [1, 2]}, {"max_num_seqs": 4}, "drop one of them"),
         ({"max_num_seqs": [1, 2], "name": ["a"]}, {}, "no setting of a run"),
         ({"max_num_seqs": [1, 0]}, {}, "at least 1"),
@@ -240,6 +356,8 @@ def test_steps_outside_of_a_profile_are_told_once_for_all_runs() -> None:
     said = report_context("x", None, runs, ["max_num_seqs"], [0]).warnings
     assert said[0].startswith("2 of 3 runs took steps outside of what their profile was measured at, for up to 67 %")
     assert said[1:] == ("max_model_len is long",)
+    little = report_context("x", None, [{"cost_model": "fitted", "warnings": outside.format(1, 0)}], [], [0]).warnings
+    assert "for less than 1 % of the time" in little[0]
 
 
 # --- sensitivity

@@ -179,3 +179,22 @@ def test_a_grid_that_is_too_large_is_refused_before_it_is_made() -> None:
     axes = [make_axis(key, "1:500:1") for key in ("max_num_seqs", "num_requests", "request_rate")]
     with pytest.raises(ValueError, match="more than 20,000"):
         combinations(axes)
+
+
+def test_commas_within_brackets_and_quotes_do_not_end_a_value() -> None:
+    assert values("percentiles", "[50,99],[90]") == [[50, 99], [90]]
+    assert values("model", '"a,b",c') == ["a,b", "c"]
+    assert values("objectives", "[ttft:p99<1s") == [["[ttft:p99<1s"]]
+
+
+def test_whole_numbers_are_not_drawn_from_between_fractions() -> None:
+    with pytest.raises(ValueError, match="both ends must be whole numbers"):
+        make_axis("max_num_seqs", "random:1.5:8")
+    assert make_axis("gpu_memory_utilization", "random:0.5:0.8").draw is not None
+
+
+def test_values_may_come_from_whatever_has_an_order() -> None:
+    assert values("max_num_seqs", (number for number in (1, 2, 3))) == [1, 2, 3]
+    assert values("max_num_seqs", np.array([1, 2, 3])) == [1, 2, 3]
+    with pytest.raises(ValueError, match="a set has no order"):
+        make_axis("max_num_seqs", {1, 2})

@@ -80,8 +80,10 @@ def test_exit_codes_say_what_came_out(tiny: str, capsys: pytest.CaptureFixture[s
         ["--set", "max_num_seqs"],
         ["--slo", "ttft:p99<1s", "--set", "slo=ttft:p99<2s"],
         ["--sensitivity", "oat", "--best", "output_throughput"],
+        ["--sensitivity", "oat", "--sampling", "random"],
         ["--sensitivity", "guess"],
         ["--samples", "4"],
+        ["--seed", "1", "--set", "seed=2"],
     ],
 )
 def test_flags_that_make_no_sense_are_usage_errors(
@@ -97,6 +99,56 @@ def test_files_are_written_where_they_are_asked_for(tiny: str, tmp_path: Path) -
     flags = [word for flag, path in paths.items() for word in (flag, str(path))]
     assert main(["sweep", tiny, "--vary", "max_num_seqs=1,2", "--reps", "1", "-j", "1", "-q", *flags]) == 0
     assert all(path.stat().st_size > 100 for path in paths.values())
+
+
+@pytest.mark.parametrize("command", ["simulate", "sweep", "compare", "optimize"])
+def test_no_output_takes_the_place_of_a_trace_that_the_scenario_names(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "day.csv"
+    trace.write_text("arrival_s,num_prompt_tokens,num_output_tokens\n0,64,8\n1,64,8\n")
+    before = trace.read_bytes()
+    scenario = tmp_path / "day.toml"
+    scenario.write_text(TINY.replace("workload = {", 'workload = { trace = "day.csv" }\nunused = {').split("unused")[0])
+    more = {"sweep": ["--vary", "max_num_seqs=1,2"], "compare": ["--batching", "continuous"]}.get(command, [])
+    assert main([command, str(scenario), *more, "--html", str(trace)]) == 2
+    assert "is read for that" in capsys.readouterr().err
+    assert trace.read_bytes() == before
+
+
+def test_no_output_takes_the_place_of_a_trace_that_is_varied(tmp_path: Path, tiny: str) -> None:
+    trace = tmp_path / "day.csv"
+    trace.write_text("arrival_s,num_prompt_tokens,num_output_tokens\n0,64,8\n")
+    assert main(["sweep", tiny, "--vary", f"trace={trace}", "--csv", str(trace), "-q"]) == 2
+    assert trace.stat().st_size < 100
+
+
+def test_no_output_takes_the_place_of_results_that_are_kept(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "kept"
+    common = ["sweep", tiny, "--vary", "max_num_seqs=1,2", "--reps", "1", "-j", "1", "-q"]
+    assert main([*common, "-o", str(folder)]) == 0
+    kept = kept_lines(folder)
+    for place in ("results/results.jsonl", "results/lock"):
+        assert main([*common, "--csv", str(folder / place)]) == 2, place
+    for place in ("results/new.csv", "points.csv", "report.html"):
+        assert main([*common, "-o", str(folder), "--resume", "--csv", str(folder / place)]) == 2, place
+    assert "writes its own there" in capsys.readouterr().err
+    assert kept_lines(folder) == kept
+    assert main([*common, "-o", str(folder), "--resume", "--csv", str(folder / "mine.csv")]) == 0
+
+
+def test_resuming_with_another_scenario_says_that_nothing_was_of_use(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["sweep", tiny, "--vary", "max_num_seqs=1,2", "--reps", "1", "-j", "1", "-o", str(tmp_path / "kept")]
+    assert main(common) == 0
+    assert main([*common, "--resume"]) == 0
+    assert "none of the" not in capsys.readouterr().err
+    Path(tiny).write_text(TINY.replace("input = 64", "input = 65"))
+    assert main([*common, "--resume"]) == 0
+    assert "none of the 2 results" in capsys.readouterr().err
 
 
 def test_sensitivity_says_which_setting_matters(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -232,6 +232,8 @@ def read(body: Any) -> tuple[Question | None, BadQuestion | None]:
     ("settings", "message"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs = 0 must be from 1 to 65,536"),
+        ({"max_num_seqs": 10**400}, "max_num_seqs = 1000"),
+        ({"max_num_seqs": -(10**400)}, "max_num_seqs = -1000"),
         ({"max_num_seqs": 1.5}, "max_num_seqs = 1.5 must be a whole number; nearest: 2"),
         ({"request_rate": "fast"}, "request_rate = 'fast' must be a number from 0.001 to 10,000, or inf"),
         ({"gpu": "H1000"}, "gpu = 'H1000' must be one of "),
@@ -244,6 +246,11 @@ def test_a_knob_beyond_its_range_is_refused_in_words(settings: dict[str, Any], m
         load(read_question({"preset": CHAT, "settings": settings}, PRESETS))
     assert str(caught.value).startswith(message)
     assert caught.value.place in {*settings, "settings"}
+
+
+def test_a_choice_is_one_of_the_choices_however_it_is_written() -> None:
+    asked = read_question({"preset": CHAT, "settings": {"tensor_parallel_size": 2.0}}, PRESETS)
+    assert isinstance(asked.settings["tensor_parallel_size"], int)
 
 
 def test_an_objective_that_is_none_is_refused_at_its_knob() -> None:
@@ -421,6 +428,16 @@ def test_a_process_that_dies_or_hangs_is_replaced(preset: str, kind: str) -> Non
     assert next_one[-1] == "end"
 
 
+def test_a_process_that_died_while_nobody_asked_is_replaced_before_the_next_question() -> None:
+    async def use(desk: Desk) -> list[str]:
+        assert desk._process is not None
+        desk._process.kill()
+        await desk._process.wait()
+        return await parts_of(desk, "quick")
+
+    assert with_desk(use) == ["memory", "end"]
+
+
 # --- HTTP
 
 
@@ -481,6 +498,7 @@ def test_the_page_needs_nothing_from_elsewhere(served: Served) -> None:
         {"Host": ""},
         {"Origin": "http://evil.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
         {"Sec-Fetch-Site": "cross-site"},
     ],
     ids=str,

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -53,6 +54,7 @@ _TEXT_COLUMNS = ("label", "outcome_name", "tenant")
 _TABLES = ("workload", "requests", *_REPLICA_TABLES)
 _FLEET_TABLES = {"lives": LifeTable, "stays": StayTable, "scalings": ScalingTable, "transfers": TransferTable}
 """Tables that only a fleet has."""
+_FLEET_FACTS = ("router", "on_crash", "router_block_tokens", "num_missed_faults")
 _LATER_COLUMNS: dict[Any, dict[str, int]] = {StepTable: {"recomputed_tokens": -1, "decode_only_ns": -1}}
 """Columns that runs of before lack, and what they then hold."""
 _REPLICA_FACTS = (
@@ -93,9 +95,11 @@ def check_can_write(folder: Path, *, force: bool = False) -> None:
 def check_can_write_file(path: Path, *, inputs: Iterable[object] = ()) -> None:
     """Make sure that a file can be written later, be it into folders that are still to be made.
 
-    ``inputs`` are paths that are read for it (what is no path of a file that is there does not matter).
+    ``inputs`` are paths that are read for it (what is no path of a file that is there does not matter); of a scenario
+    file, so are the traces, profiles and models that it names.
 
-    Raises OutputError if it cannot, if it is one of the inputs, and if it is a part of a saved run.
+    Raises OutputError if it cannot, if it is one of the inputs, and if it is a part of a saved run or of the results
+    that a sweep keeps.
     """
     if str(path) == "-":
         raise OutputError("cannot write -: standard output is not written to, and no file is called so; name a file")
@@ -109,8 +113,55 @@ def check_can_write_file(path: Path, *, inputs: Iterable[object] = ()) -> None:
         raise OutputError(f"cannot write {path}: no permission to overwrite it")
     if _is_run(path.parent) and path.name in (RESOLVED_FILE, SUMMARY_FILE, *_tables_of_run(path.parent)):
         raise OutputError(f"cannot write {path}: it is a part of the run in {path.parent}; name another file")
-    if any(_is_same_file(path, source) for source in inputs):
+    if path.is_file() and _keeps_results(path):
+        raise OutputError(f"cannot write {path}: results are kept there, and --resume needs them; name another file")
+    if path.exists() and any(_is_read(path, source) for source in inputs):
         raise OutputError(f"cannot write {path}: it is read for that; name another file")
+
+
+def _keeps_results(path: Path) -> bool:
+    """Whether it is a file of a ``workers.Store``, which begins every store with a line that says so."""
+    store = path.with_name("results.jsonl")
+    if path.name not in (store.name, "lock") or not store.is_file():
+        return False
+    with suppress(OSError), store.open("rb") as file:
+        return file.readline(64).startswith(b'{"windtunnel_results":')
+    return False
+
+
+def _is_read(path: Path, source: object) -> bool:
+    """Whether a source is that file, or the folder of a model with it in, or a scenario that names one of these."""
+    if not isinstance(source, str | Path) or not str(source).strip():
+        return False
+    if _is_same_file(path, source):
+        return True
+    if path.suffix == ".json" and _is_same_file(path.parent, source):
+        return True
+    return any(_is_read(path, named) for named in _named_in(Path(source)))
+
+
+def _named_in(scenario: Path) -> list[Path]:
+    """Whatever may be a path in a scenario file, from its folder on; nothing for any other file."""
+    if scenario.suffix != ".toml":
+        return []
+    try:
+        told = tomllib.loads(scenario.expanduser().read_text("utf-8"))
+    except (OSError, ValueError, RuntimeError, RecursionError):
+        return []  # whoever reads the scenario says so
+    folder = scenario.expanduser().parent
+    names = [text for text in _texts(told) if not text.endswith(".toml")]
+    return [folder / Path(text).expanduser() if text.startswith("~") else folder / text for text in names]
+
+
+def _texts(told: Any) -> Iterator[str]:
+    if isinstance(told, str):
+        yield told
+    elif isinstance(told, Mapping):
+        for value in told.values():
+            yield from _texts(value)
+    elif isinstance(told, list):
+        for value in told:
+            yield from _texts(value)
 
 
 def _is_same_file(path: Path, source: object) -> bool:
@@ -334,7 +385,7 @@ def _fleet_tables(fleet: FleetRecords) -> dict[str, Any]:
 
 
 def _fleet_facts(fleet: FleetRecords) -> dict[str, Any]:
-    plain = {key: getattr(fleet, key) for key in ("router", "on_crash", "router_block_tokens")}
+    plain = {key: getattr(fleet, key) for key in _FLEET_FACTS}
     return {**plain, "pools": [asdict(pool) for pool in fleet.pools], "tables": list(_fleet_tables(fleet))}
 
 
@@ -461,7 +512,7 @@ def _records(facts: Mapping[str, Any], tables: Mapping[str, Any]) -> Records:
 
 def _fleet(facts: Mapping[str, Any], tables: Mapping[str, Any]) -> FleetRecords:
     own = {name: _table(kind, tables[name]) for name, kind in _FLEET_TABLES.items() if name in tables}
-    plain = {key: facts[key] for key in ("router", "on_crash", "router_block_tokens")}
+    plain = {key: facts[key] for key in _FLEET_FACTS}
     return FleetRecords(pools=tuple(PoolFacts(**pool) for pool in facts["pools"]), **own, **plain)
 
 

@@ -190,7 +190,7 @@ def _check_outputs(options: _Options, targets: Sequence[str]) -> None:
 
     given = [path for path in (options.html, options.csv) if path is not None]
     for path in given:
-        check_can_write_file(path)
+        check_can_write_file(path, inputs=targets)
         _check_is_no_input(path, targets)
     if len(given) == 2 and given[0].resolve() == given[1].resolve():
         raise typer.BadParameter(f"--html and --csv both name {given[0]}: give them different names")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +16,10 @@ from windtunnel.cli.output import emit, note, warn
 
 if TYPE_CHECKING:
     from windtunnel.sweeping.plan import SweepPlan
+    from windtunnel.sweeping.running import How
     from windtunnel.sweeping.sensitivity import Sensitivity
     from windtunnel.sweeping.sweep import Sweep
+    from windtunnel.workers import Progress
 
 _WHAT, _JUDGE, _RUN, _OUTPUT = "What is varied", "What is looked at", "Run", "Output"
 
@@ -167,19 +171,22 @@ def sweep(
                        --vary max_num_batched_tokens=2k:16k --sensitivity morris
     """
     outputs = _Outputs(as_json, markdown, html, csv, parquet, output, quiet)
-    _check_outputs(outputs, scenario, resume=resume)
+    varied = _varied(vary or ())
+    overrides = _overrides(settings or (), slo, goodput, seed)
+    _check_outputs(outputs, (scenario, *_named(varied, overrides)), resume=resume)
     asked: dict[str, Any] = {
         "scenario": scenario,
-        "vary": _varied(vary or ()),
+        "vary": varied,
         "samples": samples,
         "reps": reps,
         "seed": seed,
         "metrics": metric or (),
-        "overrides": _overrides(settings or (), slo, goodput),
+        "overrides": overrides,
     }
     try:
         if sensitivity is not None:
-            _refuse_with_sensitivity(zip=zip_, best=best, baseline=baseline, dry_run=dry_run)
+            drawn = "" if sampling == "lhs" else sampling
+            _refuse_with_sensitivity(zip=zip_, sampling=drawn, best=best, baseline=baseline, dry_run=dry_run)
             _finish(_sensitivity(sensitivity, asked, jobs, ray, outputs, resume=resume), outputs)
             return
         from windtunnel.sweeping.plan import plan_sweep
@@ -226,7 +233,16 @@ def _setting(text: str) -> tuple[str, Any]:
     return key.strip().lstrip("-").replace("-", "_"), read_value(value.strip())
 
 
-def _overrides(settings: Iterable[str], slo: list[str] | None, goodput: list[str] | None) -> dict[str, Any]:
+def _named(varied: Mapping[str, str], overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Whatever may be a file that runs read: words among values."""
+    for spec in varied.values():
+        yield from (part.strip() for part in re.split("[,;]", spec.removeprefix("choice:")))
+    yield from (value for value in overrides.values() if isinstance(value, str))
+
+
+def _overrides(
+    settings: Iterable[str], slo: list[str] | None, goodput: list[str] | None, seed: int | None
+) -> dict[str, Any]:
     from windtunnel.comparison_plan import setting_key
 
     found: dict[str, Any] = {}
@@ -235,6 +251,8 @@ def _overrides(settings: Iterable[str], slo: list[str] | None, goodput: list[str
         if key in found:
             raise typer.BadParameter(f"{key} is set twice: drop one of them", param_hint="--set")
         found[key] = value
+    if seed is not None and "seed" in found:
+        raise typer.BadParameter("--seed and --set seed say the same: drop one of them")
     for key, flag, given in (("objectives", "--slo", slo), ("goodput", "--goodput", goodput)):
         if given:
             if key in found:
@@ -251,7 +269,7 @@ def _refuse_with_sensitivity(**given: Any) -> None:
             )
 
 
-def _check_outputs(outputs: _Outputs, scenario: str | None, *, resume: bool) -> None:
+def _check_outputs(outputs: _Outputs, inputs: Sequence[str | None], *, resume: bool) -> None:
     from windtunnel.rundir import check_can_write_file
 
     if outputs.as_json and outputs.markdown:
@@ -260,15 +278,17 @@ def _check_outputs(outputs: _Outputs, scenario: str | None, *, resume: bool) -> 
         raise typer.BadParameter("which sweep? Name its folder with -o DIR", param_hint="--resume")
     given = [path for path in (outputs.html, outputs.csv, outputs.parquet) if path is not None]
     for path in given:
-        check_can_write_file(path, inputs=(scenario,))
+        check_can_write_file(path, inputs=inputs)
     if len({path.resolve() for path in given}) < len(given):
         raise typer.BadParameter("two outputs have the same name: give them different ones")
     if outputs.parquet is not None and outputs.parquet.suffix.lower() not in (".parquet", ".pq"):
         raise typer.BadParameter(f"{outputs.parquet} must end in .parquet or .pq", param_hint="--parquet")
     if outputs.folder is not None:
-        from windtunnel.sweeping.running import check_folder
+        from windtunnel.sweeping.running import check_folder, check_is_no_part
 
         check_folder(outputs.folder, resume=resume)
+        for path in given:
+            check_is_no_part(outputs.folder, path)
 
 
 # --- doing it
@@ -285,7 +305,8 @@ def _run(plan: SweepPlan, jobs: int | None, ray: str | None, outputs: _Outputs, 
         Progress(plan.num_runs, label="simulations", quiet=outputs.quiet) as progress,
         prepared(jobs, ray=ray, folder=outputs.folder, resume=resume, tell=progress) as how,
     ):
-        found = execute_plan(plan, how)
+        with _telling_of_what_is_kept(how, progress, outputs, resume=resume):
+            found = execute_plan(plan, how)
         progress.close()
         if outputs.folder is not None:
             found.save(outputs.folder)
@@ -304,7 +325,8 @@ def _sensitivity(
         Progress(plan.num_runs, label="simulations", quiet=outputs.quiet) as progress,
         prepared(jobs, ray=ray, folder=outputs.folder, resume=resume, tell=progress) as how,
     ):
-        found = execute_sensitivity(plan, how)
+        with _telling_of_what_is_kept(how, progress, outputs, resume=resume):
+            found = execute_sensitivity(plan, how)
         progress.close()
         if outputs.folder is not None:
             found.save(outputs.folder)
@@ -312,6 +334,27 @@ def _sensitivity(
 
 
 # --- telling
+
+
+@contextmanager
+def _telling_of_what_is_kept(how: How, progress: Progress, outputs: _Outputs, *, resume: bool) -> Iterator[None]:
+    """Say what of a resumed sweep is of no use any more, as whoever resumes does not expect it."""
+    store = how.store
+    if store is None or not resume or outputs.quiet:
+        yield
+        return
+    if store.num_outdated:
+        note(f"{store.num_outdated:,} results in {outputs.folder} are of another version of windtunnel: done again")
+    if store.num_damaged:
+        note(f"{store.num_damaged:,} results in {outputs.folder} are damaged: done again")
+    num_kept = len(store)
+    yield
+    if num_kept and not progress.num_cached:
+        progress.close()
+        note(
+            f"none of the {num_kept:,} results that {outputs.folder} held is of these runs: the scenario, its files or "
+            "what is varied is another"
+        )
 
 
 def _plan_text(plan: SweepPlan, *, as_json: bool) -> str:

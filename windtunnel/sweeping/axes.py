@@ -4,7 +4,7 @@
 SPEC                         values
 ===========================  ==========================================================================================
 ``0.80:0.98:0.02``           first, last and step, the last included; exact in decimals, units allowed (``2k:16k:2k``)
-``2k,4k,8k``                 a list; separate with ``;`` where a value has commas
+``2k,4k,8k``                 a list; separate with ``;`` where a value has commas outside of brackets and quotes
 ``lin:1:64:8``               so many values at equal distances, both ends included
 ``log:1:64:7``               so many values at equal ratios, both ends included
 ``random:0.8:0.98``          drawn evenly from a range
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from decimal import Decimal
 from math import exp, floor, isfinite, log
@@ -106,6 +106,10 @@ def make_axis(name: str, spec: Any, *, bare_range: bool = False) -> Axis:
     """
     from windtunnel.comparison_plan import setting_key
 
+    if isinstance(spec, Set):
+        raise ValueError(f"{name}: a set has no order, and results would follow it: give a list")
+    if isinstance(spec, Iterator):
+        spec = list(spec)
     if isinstance(spec, str):
         text = spec.strip()
         first = read_value(re.split(r"[,;:]", text)[0]) if text else ""
@@ -199,7 +203,21 @@ def _ranges_and_values(text: str) -> Iterable[Any]:
 
 
 def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(";" if ";" in text else ",")]
+    """The values of a list: apart by semicolons if there are any, else by commas, but not within brackets or quotes."""
+    parts, depth, quote = [""], 0, ""
+    separator = ";" if ";" in text else ","
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth = max(depth + (letter in "[{") - (letter in "]}"), 0)
+            if letter == separator and not depth:
+                parts.append("")
+                continue
+        parts[-1] += letter
+    return [part.strip() for part in parts]
 
 
 def _listed(text: str) -> list[Any]:
@@ -286,6 +304,8 @@ def _range_to_draw(text: str, *, is_log: bool, whole: bool) -> Draw:
             raise ValueError(f"{text!r}: a range to draw from has no units here: give plain numbers")
         low, high = low * _COUNT_UNITS[unit], high * _COUNT_UNITS[unit]
     _check_range(text, float(low), float(high), is_log=is_log)
+    if whole and not (low == int(low) and high == int(high)):
+        raise ValueError(f"{text!r}: this setting counts something: both ends must be whole numbers")
     return Draw(float(low), float(high), is_log=is_log, is_whole=whole)
 
 

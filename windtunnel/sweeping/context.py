@@ -115,9 +115,10 @@ def _extrapolated(said: Iterable[str], num_runs: int) -> Iterator[str]:
     """How many runs took steps outside of their profile's domain, and how much of the time at most."""
     found = [float(match[1]) for text in said if (match := _OUTSIDE.search(text))]
     if found:
+        most = f"up to {max(found):g} %" if max(found) >= 1 else "less than 1 %"
         yield (
-            f"{len(found):,} of {num_runs:,} runs took steps outside of what their profile was measured at, for up to "
-            f"{max(found):g} % of the time: these are extrapolated, and the profile's stated error does not cover them."
+            f"{len(found):,} of {num_runs:,} runs took steps outside of what their profile was measured at, for {most} "
+            "of the time: these are extrapolated, and the profile's stated error does not cover them."
         )
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 DEFAULT_REPS = 5
 """Replications where each draws its own requests."""
-_NOT_VARIED = ("compare", "schema_version", "name", "description", "teaches", "seed")
+_NOT_VARIED = ("compare", "plan", "schema_version", "name", "description", "teaches", "seed")
+_JUDGING = ("objectives", "goodput", "percentiles")
+"""Settings that change what is said of a run, and not the run: points that differ in them cannot be ranked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,16 @@ def plan_sweep(
     """The runs that ``sweep`` would do.
 
     Raises ValueError for specifications that cannot be read and designs that are too large; ScenarioError for unknown
-    settings and metrics, values out of range, and settings that are both varied and set; as ``load_scenario`` does.
+    settings and metrics, values out of range, and settings that are both varied and set; as ``load_scenario`` does, and
+    as ``resolve`` for a GPU, model or trace that is not there.
     """
     axes = [make_axis(name, spec) for name, spec in vary.items()]
     common = renamed(overrides or {})
     base = load_base(scenario, axes, common, seed)
     first_seed = base.scenario.seed or 0
     combos = combinations(axes, is_zipped=is_zipped, samples=samples, sampling=sampling, seed=first_seed)
-    points = planned_points(scenario, axes, combos, common)
+    points = each_once(planned_points(scenario, axes, combos, common))
+    check_words(axes, points)
     number, why = replications(points[0], reps)
     dial = dial_of([axis.key for axis in axes])
     return SweepPlan(
@@ -131,6 +135,10 @@ def load_base(scenario: Any, axes: Sequence[Axis], common: dict[str, Any], seed:
         if key in _NOT_VARIED:
             told = "replications vary it: give --reps" if key == "seed" else "it is no setting of a run"
             raise refusal(f"{key} cannot be varied: {told}")
+        if key in _JUDGING:
+            raise refusal(
+                f"{key} cannot be varied: it says how runs are judged, not what they do; set it for all points"
+            )
         if key in keys[:place]:
             raise refusal(f"{key} is varied twice: put all of its values into one specification")
         if key in common:
@@ -159,6 +167,30 @@ def planned_points(
 ) -> tuple[PlannedPoint, ...]:
     """Combinations of values as points; each is read as a scenario, so that what is wrong is found before any run."""
     return tuple(_point(scenario, axes, combo, common) for combo in combos)
+
+
+def each_once(points: Sequence[PlannedPoint]) -> tuple[PlannedPoint, ...]:
+    """Points whose settings come to the same (1k and 1000, or a whole number that was drawn twice) only once."""
+    found: dict[str, PlannedPoint] = {}
+    for point in points:
+        found.setdefault(repr(list(point.settings.values())), point)
+    return tuple(found.values())
+
+
+def check_words(axes: Sequence[Axis], points: Sequence[PlannedPoint]) -> None:
+    """Find out before any run whether what is named by words (a GPU, a model, a trace) is there.
+
+    One point of each such value is made ready to run.  Raises as ``resolve``; that it would not start is no mistake.
+    """
+    from windtunnel.trials import resolved_or_obstacle
+
+    for key in (axis.key for axis in axes):
+        named: dict[str, PlannedPoint] = {}
+        for point in points:
+            if isinstance(point.settings[key], str | Mapping):
+                named.setdefault(point.words[key], point)
+        for point in named.values():
+            resolved_or_obstacle(point.loaded)
 
 
 def _point(scenario: Any, axes: Sequence[Axis], combo: tuple[Any, ...], common: Mapping[str, Any]) -> PlannedPoint:

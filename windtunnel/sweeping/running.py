@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 Tell = Callable[[Done], None]
 RESULTS_FOLDER = "results"
 """Of a sweep's folder: what is kept of its runs."""
+WRITTEN = (
+    *("report.html", "report.md", "runs.csv", "runs.parquet"),
+    *("points.csv", "sweep.json", "influences.csv", "sensitivity.json"),
+)
+"""Files that a sweep or a sensitivity analysis leaves in its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,13 @@ def check_folder(folder: Path, *, resume: bool) -> None:
             raise OutputError(f"{folder} holds a sweep already: add --resume to go on with it, or name another folder")
     elif found:
         raise OutputError(f"{folder} is not empty ({found[0]}) and holds no sweep: name another folder")
+
+
+def check_is_no_part(folder: Path, path: Path) -> None:
+    """Raises OutputError if another output has the place of what a sweep writes into its folder."""
+    inside = path.resolve().relative_to(folder.resolve()) if path.resolve().is_relative_to(folder.resolve()) else None
+    if inside is not None and (inside.parts[:1] == (RESULTS_FOLDER,) or str(inside) in WRITTEN):
+        raise OutputError(f"cannot write {path}: -o {folder} writes its own there; name another file")
 
 
 def run_points(points: Sequence[PlannedPoint], seeds: Sequence[int], how: How) -> list[list[dict[str, Any]]]:

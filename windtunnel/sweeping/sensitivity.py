@@ -28,6 +28,7 @@ from windtunnel.sweeping.indices import (
 )
 from windtunnel.sweeping.plan import (
     PlannedPoint,
+    check_words,
     load_base,
     planned_points,
     renamed,
@@ -164,6 +165,7 @@ def plan_sensitivity(
     if base.scenario.run.saturation is None and not set(shown) & set(_OF_SATURATION):
         common["saturation"] = False
     points = planned_points(scenario, axes, combos, common)
+    check_words(axes, points)
     num_reps = replications(points[0], reps)[0] if method == "oat" or reps is not None else 1
     if len(points) * num_reps > MOST_RUNS:
         raise ValueError(f"{len(points) * num_reps:,} runs are more than {MOST_RUNS:,}: take fewer --samples or --reps")

@@ -63,8 +63,7 @@ def sweep(
     has most of ``best_by`` (goodput where limits are set, else output throughput; per GPU where points differ in
     GPUs).  ``baseline`` names the point that differences are counted from, by its settings.
 
-    ``jobs`` processes share the work (all CPUs if None; scripts then need the usual ``if __name__ == "__main__"``), or
-    a Ray cluster; the result is the same.  In ``folder`` each run is kept as soon as it is finished, and ``resume``
+    ``jobs`` processes share the work (all CPUs if None), or a Ray cluster; the result is the same.  In ``folder`` each run is kept as soon as it is finished, and ``resume``
     goes on from there; so do other sweeps, whose runs may be the same.  ``overrides`` hold for all points.
 
     A point that vLLM would not start stays in the table, with the reason.  Raises ValueError for specifications that
@@ -139,7 +138,7 @@ def execute_plan(plan: SweepPlan, how: How) -> Sweep:
         axes=swept_axes(plan.axes, plan.points),
         points=points,
         seeds=plan.seeds,
-        metrics=plan.metrics,
+        metrics=tuple(dict.fromkeys((*plan.metrics, *([by] if any(point.values(by) for point in points) else ())))),
         trade=plan.trade,
         objectives=objectives,
         best_by=by,

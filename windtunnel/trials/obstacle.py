@@ -14,7 +14,7 @@ class Obstacle(NamedTuple):
 
     reason: str
     is_contradiction: bool
-    """Whether vLLM refuses the settings; otherwise the model or a request does not fit the memory."""
+    """Whether vLLM refuses the settings, or every request; otherwise the model or a request does not fit the memory."""
 
     @property
     def verdict(self) -> str:
@@ -27,7 +27,7 @@ def resolved_or_obstacle(loaded: Loaded) -> Resolved | Obstacle:
 
     Raises as ``resolve`` for everything else.
     """
-    from windtunnel.scenarios.errors import ScenarioError
+    from windtunnel.scenarios.errors import NothingToServe, ScenarioError
     from windtunnel.scenarios.resolve import resolve
     from windtunnel.sim.deployment.memory import InfeasibleDeployment
     from windtunnel.sim.simulate import RequestTooLarge
@@ -36,6 +36,8 @@ def resolved_or_obstacle(loaded: Loaded) -> Resolved | Obstacle:
         return resolve(loaded)
     except (InfeasibleDeployment, RequestTooLarge) as error:
         return Obstacle(str(error), is_contradiction=False)
+    except NothingToServe as error:
+        return Obstacle(str(error), is_contradiction=True)
     except ScenarioError as error:
         if not _is_refused_by_engine(loaded):
             raise

@@ -120,7 +120,7 @@ class _Guard:
             message = f"this page is not served under the name {host[:80]!r}: open it by the address that was printed"
             return _error(complaint(message, "Host", "forbidden"), 403)
         origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _authority(origin) != host:
             return _error(complaint(f"pages of {origin[:80]!r} may not ask here", "Origin", "forbidden"), 403)
         if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             return _error(complaint("pages of other sites may not ask here", "Sec-Fetch-Site", "forbidden"), 403)
@@ -135,6 +135,14 @@ class _Guard:
 
 
 _ENCODED_HEADERS = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+
+
+def _authority(origin: str) -> str:
+    """Host and port of an Origin header; nothing for one that is no URL."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _host_name(host: str) -> str:

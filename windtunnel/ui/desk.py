@@ -116,6 +116,8 @@ class Desk:
                 self._called.clear()
                 continue
             _, self._running = self._waiting.popitem(last=False)
+            if self._process is None or self._process.returncode is not None:
+                await self._replace()  # it died while nobody asked, which is no fault of this question
             try:
                 async with asyncio.timeout(self.limit_s + self._grace_s):
                     await self._run(self._running)

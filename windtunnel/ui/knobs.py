@@ -70,7 +70,7 @@ class Knob:
     def _choice(self, value: Any) -> Any:
         if value not in self.choices or isinstance(value, bool):
             raise self._complaint(value, f"must be one of {', '.join(map(str, self.choices))}")
-        return value
+        return self.choices[self.choices.index(value)]  # 2 for 2.0
 
     def _text(self, value: Any) -> str:
         if not isinstance(value, str) or len(value) > MAX_TEXT:
@@ -78,7 +78,7 @@ class Knob:
         return value
 
     def _number(self, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == math.inf:
             raise self._complaint(value, f"must be a number {self._range}")
         if not self.low <= value <= self.high:
             raise self._complaint(value, f"must be {self._range}")
