@@ -60,7 +60,7 @@ def cost_rows(stats: Economics) -> Rows:
     """What the run cost and drew; nothing without a price and without watts."""
     if not has_bill(stats):
         return
-    yield "GPUs", f"{stats.num_gpus:,}"
+    yield "GPUs" if float(stats.num_gpus).is_integer() else "GPUs, mean", count(stats.num_gpus)
     yield "GPU time held", gpu_time(stats.gpu_seconds)
     yield "GPU time in which steps ran", gpu_time(stats.busy_gpu_seconds)
     if stats.cost is not None:

@@ -11,7 +11,7 @@ from windtunnel.reports.figures import Axis, Figure, rounded, time_axis
 from windtunnel.reports.words import NOTHING, count, digits, milliseconds, percent, plural, verb
 from windtunnel.sim.fleet.records import Death, FleetRecords, LifeTable
 from windtunnel.sim.metrics import Summary
-from windtunnel.sim.metrics.fleet import FleetStats, Scaling, ready_over_time
+from windtunnel.sim.metrics.fleet import FleetStats, ReplicaStats, Scaling, ready_over_time
 from windtunnel.sim.metrics.latency import FloatArray
 from windtunnel.sim.metrics.load import level_over_time
 from windtunnel.sim.metrics.sample import LatencyStats
@@ -112,13 +112,12 @@ def replica_table(summary: Summary) -> Table:
         (
             f"#{replica.replica}",
             f"{replica.pool}/{replica.place}",
-            "never" if replica.ready_s is None else seconds(replica.ready_s) if replica.ready_s else "the start",
-            "the end" if replica.gone_s is None else f"{seconds(replica.gone_s)}, {_DEATHS[replica.death]}",
+            *_life_words(replica),
             f"{replica.num_requests:,}",
             f"{replica.num_lost:,}" if replica.num_lost else "",
             percent(replica.busy_share),
-            count(replica.num_running_mean),
-            count(replica.num_waiting_mean),
+            _mean(replica.num_running_mean),
+            _mean(replica.num_waiting_mean),
             percent(replica.kv_usage_mean),
             percent(replica.kv_usage_peak),
             f"{replica.num_preemptions:,}" if replica.num_preemptions else "",
@@ -127,6 +126,19 @@ def replica_table(summary: Summary) -> Table:
         for replica in of.replicas
     ]
     return _without_empty(Table(heads, rows, 4))
+
+
+def _life_words(replica: ReplicaStats) -> tuple[str, str]:
+    """From when to when it was there."""
+    gone = "the end" if replica.gone_s is None else f"{seconds(replica.gone_s)}, {_DEATHS[replica.death]}"
+    if replica.ready_s is None:
+        return ("still starting" if replica.gone_s is None else "never ready"), gone
+    return (seconds(replica.ready_s) if replica.ready_s else "the start"), gone
+
+
+def _mean(value: float | None) -> str:
+    """A mean number of requests; a few thousandths of one are nothing."""
+    return count(None if value is None else round(value, 2))
 
 
 _DEATHS = {"crash": "crashed", "scaled_down": "scaled down", "none": ""}

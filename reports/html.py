@@ -250,7 +250,7 @@ def _what_preemptions_cost(summary: Summary, context: ReportContext) -> Iterator
         return
     yield f'<h3>What they cost</h3><p class="lead">{escape(WHAT_A_STALL_IS)}</p>'
     rows = [(cell(name), cell(value, "number")) for name, value in preemption_rows(summary.economics)]
-    yield from table(("What", "Value"), rows, "stack snug")
+    yield from table(("What", "Value"), rows, "snug")
     yield '<h3>Who lost the most for whom</h3><p class="lead">Over the whole run.</p>'
     pairs = [_cells(pair_cells(pair, context.label), num_words=2) for pair in own.pairs]
     yield from folded_table(PAIR_HEADS, pairs, "stack snug", num_shown=NUM_SHOWN)
@@ -292,7 +292,7 @@ def _cost(summary: Summary) -> Iterator[str]:
     yield section("cost", "Cost and energy")
     yield '<p class="lead">By the price and the watts that were given; nothing is assumed.</p>'
     rows = [(cell(name), cell(value, "number")) for name, value in cost_rows(summary.economics)]
-    yield from table(("What", "Value"), rows, "stack snug")
+    yield from table(("What", "Value"), rows, "snug")
     yield f"<p>{escape(HOW_IT_IS_SPLIT)}</p>"
     yield "</section>"
 
@@ -315,7 +315,7 @@ def _fleet(summary: Summary, drawn: list[Figure]) -> Iterator[str]:
     yield section("fleet", "Fleet")
     yield from (figure(each) for each in drawn if each.name in ("replicas", "replica-load"))
     rows = [(cell(name), cell(value, "number")) for name, value in fleet_rows(of)]
-    yield from table(("What", "Value"), rows, "stack snug")
+    yield from table(("What", "Value"), rows, "snug")
     shown = (("Pools", pool_table(summary)), ("Replicas", replica_table(summary)), ("Events", event_table(summary)))
     for title, made in shown:
         if made.rows:
@@ -336,7 +336,7 @@ def _transfers(summary: Summary) -> Iterator[str]:
     yield "<h3>From prefill to decode</h3>"
     yield f'<p class="lead">{escape(" ".join(transfer_sentences(of)))}</p>'
     rows = [(cell(name), cell(value, "number")) for name, value in transfer_rows(of)]
-    yield from table(("What", "Value"), rows, "stack snug")
+    yield from table(("What", "Value"), rows, "snug")
 
 
 def _has_waste(summary: Summary) -> bool:
@@ -350,12 +350,13 @@ def _work(summary: Summary) -> Iterator[str]:
     waste = summary.waste
     yield section("work", "Where the work went")
     yield '<p class="lead">Tokens that the steps computed, and what they were good for.</p>'
+    whose = "whose clients gave up" + ("" if summary.fleet is None else ", or whose replicas went away")
     kinds = (
         ("useful", waste.useful_tokens, "prompts, and output tokens that were fed back"),
         ("recomputed", waste.recomputed_tokens, "lost to preemption and computed again"),
         ("padding", waste.padding_tokens, "fills prompts up to the longest of their batch"),
         ("stragglers", waste.straggler_tokens, "slots of complete answers that wait for the longest of their batch"),
-        ("abandoned", waste.abandoned_tokens, "computed for requests whose clients gave up"),
+        ("abandoned", waste.abandoned_tokens, f"computed for requests {whose}"),
         ("rejected drafts", waste.rejected_draft_tokens, "draft tokens that the model did not agree with"),
     )
     rows = [

@@ -208,6 +208,7 @@ def _own_sections(summary: Summary, configured_rate: float | None, context: Repo
 def _work(summary: Summary) -> Iterator[str]:
     """What became of the computed tokens; rows of waste that this policy does not know are left out."""
     waste, swap = summary.waste, summary.swap
+    given_up = "Abandoned by their clients:" if summary.fleet is None else "Of requests given up or lost:"
     yield _rule("Work", "-")
     yield _row("Computed tokens:", waste.computed_tokens)
     yield _row("Wasted share of them (%):", _percent(waste.wasted_share))
@@ -216,7 +217,7 @@ def _work(summary: Summary) -> Iterator[str]:
         ("Padding tokens:", waste.padding_tokens),
         ("Straggler tokens:", waste.straggler_tokens),
         ("Rejected draft tokens:", waste.rejected_draft_tokens),
-        ("Abandoned by their clients:", waste.abandoned_tokens),
+        (given_up, waste.abandoned_tokens),
         ("KV blocks swapped out:", swap.swapped_out_blocks),
         ("KV blocks swapped in:", swap.swapped_in_blocks),
     ):

@@ -10,7 +10,7 @@ from windtunnel.scenarios.costs import ChosenCost, make_cost
 from windtunnel.scenarios.economics import make_rates
 from windtunnel.scenarios.engine import Hardware, make_engine
 from windtunnel.scenarios.errors import ScenarioError, ScenarioUnreadable
-from windtunnel.scenarios.fleet import Kind, fleet_words, is_fleet, make_fleet, pool_plans
+from windtunnel.scenarios.fleet import Kind, PoolPlan, fleet_words, is_fleet, make_fleet, pool_plans
 from windtunnel.scenarios.gateway import check_tenants, gateway_words, make_gateway
 from windtunnel.scenarios.ledger import WINDTUNNEL_DEFAULT, Entry, Ledger
 from windtunnel.scenarios.load import Loaded
@@ -21,7 +21,7 @@ from windtunnel.sim.cost import statement
 from windtunnel.sim.cost.roofline import RooflineCost
 from windtunnel.sim.deployment.engine_args import ENGINE
 from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu, siblings
-from windtunnel.sim.deployment.memory import KvPool
+from windtunnel.sim.deployment.memory import InfeasibleDeployment, KvPool
 from windtunnel.sim.deployment.model import ModelFileUnreadable, ModelSpec, is_bundled, load_model
 from windtunnel.sim.deployment.versions import VersionProfile, profile
 from windtunnel.sim.engine.config import SchedulerConfig
@@ -198,17 +198,19 @@ def resolve(loaded: Loaded) -> Resolved:
     plans, scenario = pool_plans(loaded), loaded.scenario
     ledger = Ledger(plans[0].loaded if plans else loaded)
     seed = ledger.pick("scenario", "seed", scenario.seed, 0, WINDTUNNEL_DEFAULT)
-    hardware, pool, cost, system = _replicas(ledger, seed)
+    hardware, pool, cost, system = _replicas(ledger, seed) if len(plans) < 2 else _of_pool(plans[0], ledger, seed)
     config = system.config
     fleet = None
     if plans:
-        others = [(Ledger(plan.loaded), plan) for plan in plans[1:]]
-        kinds = [Kind(own, found[0], found[-1]) for own, _ in others for found in [_replicas(own, seed)]]
-        fleet = make_fleet(plans, [Kind(ledger, hardware, system), *kinds], seed)
+        others = [_kind(plan, Ledger(plan.loaded), seed) for plan in plans[1:]]
+        fleet = make_fleet(plans, [Kind(ledger, hardware, system), *others], seed)
     slo, goodput = _objectives(ledger)
     workload = make_workload(ledger, seed)
     check_tenants(ledger, system, workload)
-    check_lengths(ledger, workload, config.max_model_len, hardware.model)
+    max_model_lens = (
+        [config.max_model_len] if fleet is None else [each.system.config.max_model_len for each in fleet.pools]
+    )
+    check_lengths(ledger, workload, max(max_model_lens), hardware.model)
     check_served(workload, system if fleet is None else fleet)
     percentiles = ledger.pick("run", "percentiles", scenario.run.percentiles, DEFAULT_PERCENTILES, WINDTUNNEL_DEFAULT)
     horizon_ns = _horizon_ns(ledger)
@@ -237,6 +239,22 @@ def resolve(loaded: Loaded) -> Resolved:
         currency,
         fleet,
     )
+
+
+def _kind(plan: PoolPlan, ledger: Ledger, seed: int) -> Kind:
+    found = _of_pool(plan, ledger, seed)
+    return Kind(ledger, found[0], found[-1])
+
+
+def _of_pool(plan: PoolPlan, ledger: Ledger, seed: int) -> tuple[Hardware, KvPool | None, ChosenCost, System]:
+    """Replicas of one of several pools; what is wrong with them says in which."""
+    try:
+        return _replicas(ledger, seed)
+    except InfeasibleDeployment as error:
+        text = f"pool {plan.name}: {error}"
+        raise InfeasibleDeployment(text, error.largest_max_model_len, error.smallest_tensor_parallel_size) from error
+    except ScenarioError as error:
+        raise ScenarioError(f"{error} (pool {plan.name})") from error
 
 
 def _replicas(ledger: Ledger, seed: int) -> tuple[Hardware, KvPool | None, ChosenCost, System]:

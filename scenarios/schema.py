@@ -622,8 +622,24 @@ class Run(_Section):
     """Percentiles in the summary."""
 
 
+LARGEST_RATE = 1e12
+"""As in ``sim.metrics.economics``, which takes long to import."""
+
+
 def read_per_gpu(value: Any) -> Any:
     """A number for any GPU, or a table by the GPU's name; also as text (2.49, h100-sxm=2.49), or a list of such."""
+    found = _split_per_gpu(value)
+    numbers = list(found.values()) if isinstance(found, dict) else [found]
+    if not numbers or not all(map(_may_be_meant, numbers)):
+        raise ValueError(f"must be a number from 0 to {LARGEST_RATE:g}, or a table of such by the names of GPUs")
+    return found
+
+
+def _may_be_meant(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number <= LARGEST_RATE
+
+
+def _split_per_gpu(value: Any) -> Any:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
@@ -640,9 +656,8 @@ def read_per_gpu(value: Any) -> Any:
     return found.get("", found)
 
 
-_PerGpuNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PerGpu = Annotated[
-    _PerGpuNumber | dict[str, _PerGpuNumber],
+    float | dict[str, float],
     BeforeValidator(
         read_per_gpu,
         json_schema_input_type=Annotated[
@@ -688,7 +703,7 @@ class FleetAutoscaler(_Section):
     start_up: Duration | None = None
     """From the decision to the first request of a new replica: node, image, weights, CUDA graphs."""
     interval: Annotated[Duration | None, Field(gt=0)] = None
-    """How often it looks."""
+    """How often it looks, at least 1 ms."""
     metric_delay: Duration | None = None
     """How old the metric is that it acts upon."""
     tolerance: Annotated[float | None, Field(ge=0, lt=1)] = None
@@ -776,7 +791,7 @@ class Fleet(_Section):
     max_waiting_requests: Annotated[Count | None, Field(ge=0)] = None
     """Requests waiting there from which on new ones are rejected."""
     stats_interval: Duration | None = None
-    """How often the router reads the engines' metrics; 0 is at every decision."""
+    """How often the router reads the engines' metrics, at least 1 ms; 0 is at every decision."""
     stats_delay: Duration | None = None
     """How long what it read is under way until it counts."""
     prefix_weight: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None

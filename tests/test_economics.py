@@ -17,12 +17,14 @@ import windtunnel as wt
 from windtunnel.cli.main import main
 from windtunnel.reports.economics import cost_rows, preemption_rows, preemption_sentence, stall_figure
 from windtunnel.reports.text import render_text
+from windtunnel.scenarios import schema
 from windtunnel.scenarios.errors import ScenarioError
 from windtunnel.sim.cost.constant import AffineCost, ConstantCost
 from windtunnel.sim.cost.fitted import FittedCost
 from windtunnel.sim.engine.plan import StepShape
 from windtunnel.sim.engine.protocols import CostModel
 from windtunnel.sim.metrics.economics import (
+    LARGEST_RATE,
     Economics,
     Rates,
     economics,
@@ -218,8 +220,8 @@ def test_as_many_rates_as_replicas_are_needed() -> None:
     ("given", "message"),
     [
         ({"num_gpus": 0}, "num_gpus must be at least 1, got 0"),
-        ({"gpu_hour": -1.0}, "gpu_hour must be a finite number of at least 0, got -1.0"),
-        ({"gpu_hour": float("inf")}, "gpu_hour must be a finite number"),
+        ({"gpu_hour": -1.0}, r"gpu_hour must be a number from 0 to 1e\+12, got -1.0"),
+        *(({"gpu_hour": price}, "gpu_hour must be a number from 0 to") for price in (float("inf"), float("nan"), 1e13)),
         ({"busy_watts": 600.0}, "busy_watts was given without idle_watts"),
         ({"idle_watts": 60.0}, "idle_watts was given without busy_watts"),
         ({"idle_watts": 700.0, "busy_watts": 600.0}, "idle_watts .700. must be at most busy_watts .600."),
@@ -489,7 +491,19 @@ def test_a_price_is_a_number_or_goes_by_the_gpu(price: Any) -> None:
     ("price", "message"),
     [
         ("cheap", "gpu_hour = .*must be a number, or NAME=NUMBER"),
-        (-1, "gpu_hour"),
+        *(
+            (price, r"gpu_hour = .* must be a number from 0 to 1e\+12, or a table .* GPUs$")
+            for price in (
+                -1,
+                float("nan"),
+                float("inf"),
+                True,
+                {"h100-sxm": float("nan")},
+                {"h100-sxm": "x"},
+                ["nan"],
+                [],
+            )
+        ),
         ({"l40s": 1.0}, "gpu_hour is given for L40S, but the GPU here is H100-SXM"),
         ({"l40": 1.0, "gpu9000": 2.0}, "unknown GPU 'gpu9000'"),
         (["2.5", "l40s=1"], "says a number for all GPUs and others by name"),
@@ -498,6 +512,13 @@ def test_a_price_is_a_number_or_goes_by_the_gpu(price: Any) -> None:
 def test_a_price_that_cannot_be_meant_is_refused(price: Any, message: str) -> None:
     with pytest.raises(ScenarioError, match=message):
         storm(gpu_hour=price)
+
+
+def test_the_largest_price_and_power_still_make_numbers() -> None:
+    assert schema.LARGEST_RATE == LARGEST_RATE
+    made = storm(gpu_hour=LARGEST_RATE, idle_watts=0, busy_watts=LARGEST_RATE)
+    json.dumps(made.summary, allow_nan=False)
+    assert "nan" not in made.text().lower()
 
 
 def test_one_power_without_the_other_is_refused() -> None:

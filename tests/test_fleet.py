@@ -14,9 +14,11 @@ from test_cluster import COST, MS, S, engine
 
 from windtunnel.sim.cost.constant import ConstantCost
 from windtunnel.sim.engine.config import SchedulerConfig
+from windtunnel.sim.engine.request import Request
 from windtunnel.sim.fleet.autoscaler import Autoscaler
 from windtunnel.sim.fleet.faults import Crash, Slowdown
 from windtunnel.sim.fleet.fleet import Fleet, Pool
+from windtunnel.sim.fleet.line import Line
 from windtunnel.sim.fleet.records import Death, Fate, FleetRecords
 from windtunnel.sim.fleet.routers import ROUTERS, PrefixIndex, Router, Routing, make_router
 from windtunnel.sim.fleet.view import IDLE, Backend, Incoming, Stats, sessions
@@ -251,6 +253,55 @@ def test_a_long_prompt_goes_only_where_it_fits() -> None:
     assert table.outcome.tolist() == [0, 0, 0, Outcome.REJECTED]
 
 
+def long_and_short(**changes: Any) -> Fleet:
+    """A pool for prompts below 4,000 tokens, a pool for those below 300."""
+    config = {"max_num_seqs": 1, "max_num_batched_tokens": 4000}
+    pools = [Pool(f"to{most}", System(engine(max_model_len=most, **config), STEP)) for most in (4000, 300)]
+    return Fleet(tuple(pools), Routing(changes.pop("router", "shared_queue")), **changes)
+
+
+def test_a_long_prompt_whose_pool_is_gone_keeps_nobody_else_from_the_others() -> None:
+    work = workload([100 * MS, 110 * MS, 120 * MS], [500, 20, 20], [3] * 3)
+    for router in ROUTERS:
+        table = serve(work, long_and_short(router=router, faults=(Crash("to4000", 0, 50 * MS),))).requests
+        assert table.outcome.tolist() == [Outcome.UNFINISHED, Outcome.FINISHED, Outcome.FINISHED], router
+        assert table.replica.tolist() == [-1, 1, 1], router
+    back = serve(work, long_and_short(faults=(Crash("to4000", 0, 50 * MS, 200 * MS),))).requests
+    assert back.first_token_ns.tolist()[0] == 260 * MS
+
+
+def test_those_that_wait_for_the_same_replicas_go_in_the_order_in_which_they_came() -> None:
+    """The long pool's seat is free at 30 ms, the short one's at 31: long prompts go on there, short ones where it is
+    free first."""
+    work = workload([0, MS, 2 * MS, 3 * MS, 4 * MS], [500, 20, 500, 20, 20], [3] * 5)
+    stays = of_fleet(serve(work, long_and_short())).stays
+    assert list(zip(stays.request.tolist(), stays.replica.tolist(), strict=True)) == [
+        (0, 0), (1, 1), (2, 0), (3, 1), (4, 0)
+    ]  # fmt: skip
+    assert stays.sent_ns.tolist() == [0, MS, 30 * MS + 1, 31 * MS + 1, 60 * MS + 2]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "back", "take"]), st.integers(0, 400)), max_size=40))
+def test_a_line_is_a_queue_for_each_length(moves: list[tuple[str, int]]) -> None:
+    line, order = Line([300, 100]), []
+    for number, (move, size) in enumerate(moves):
+        request = Request(number, 0, size, 1)
+        if move == "add":
+            line.append(request)
+            order.append(request)
+        elif move == "back":
+            line.put_back([request, twin := Request(number, 0, size, 1)])
+            order[:0] = [request, twin]
+        elif order:
+            line.remove(gone := order.pop(size % len(order)))
+            with pytest.raises(ValueError, match="does not wait"):
+                line.remove(gone)
+        lanes = [range(100), range(100, 300), range(300, 401)]
+        firsts = [next((each for each in order if each.num_prompt_tokens in lane), None) for lane in lanes]
+        assert line.heads() == sorted((each for each in firsts if each is not None), key=order.index)
+        assert len(line) == len(order)
+
+
 def test_blocks_of_another_size_are_other_blocks() -> None:
     """Pools whose engines count in blocks of their own find what their own blocks hold."""
     work = replace(shared(0, 0, 0, 0, prompt=64), arrival_ns=np.arange(4) * S)
@@ -320,6 +371,20 @@ def test_if_nobody_comes_back_the_run_ends_stalled() -> None:
     assert records.stalled
     assert records.requests.outcome.tolist() == [Outcome.UNFINISHED] * 2
     assert records.requests.replica.tolist() == [-1, -1]
+
+
+def test_what_was_to_happen_after_the_end_does_not_and_a_warning_says_so() -> None:
+    late = (Crash("all", 0, S), Slowdown("all", 1, S, None, 2.0), Crash("all", 1, 25 * MS, restart_after_ns=S))
+    work = workload([0, 0], [100, 100], [5, 5])
+    summary = summary_of(work, fleet_of(2, "round_robin", faults=late))
+    assert summary.fleet is not None
+    assert (summary.fleet.num_crashes, summary.fleet.num_missed_faults) == (1, 2)
+    assert [(each.ready_s, each.gone_s) for each in summary.fleet.replicas] == [(0, None), (0, 0.025), (None, None)]
+    assert "2 faults of the fleet did not happen" in " ".join(summary.warnings)
+    twice = (Crash("all", 0, 20 * MS), Crash("all", 0, 30 * MS))
+    again = summary_of(work, fleet_of(2, "round_robin", faults=twice)).fleet
+    assert again is not None
+    assert (again.num_crashes, again.num_missed_faults) == (1, 1), "nobody was there to crash again"
 
 
 def test_a_cache_is_cold_after_a_crash() -> None:
@@ -462,6 +527,7 @@ def test_a_fleet_is_paid_for_as_long_as_its_replicas_are_there() -> None:
     assert summary.fleet.gpu_hours == pytest.approx(22 / 3600)
     assert summary.economics.cost == pytest.approx(22 / 3600 * 3)
     assert summary.economics.cost_per_hour == pytest.approx(2.2 * 3)
+    assert summary.economics.num_gpus == pytest.approx(2.2)
     assert summary.fleet.pools[0].cost == pytest.approx(22 / 3600 * 3)
     assert summary.fleet.num_ready_mean == pytest.approx(1.1)
     assert summary.load.busy_share == pytest.approx(20e-3 / 11)
@@ -511,7 +577,14 @@ def test_records_of_one_server_say_nothing_of_a_fleet() -> None:
         (lambda: Routing("random"), "router must be one of vllm, round_robin, .*, got 'random'"),
         (lambda: Routing(prefix_weight=-1), "prefix_weight must be at least 0, got -1"),
         (lambda: Routing(max_requests_per_replica=0), "max_requests_per_replica must be at least 1, got 0"),
+        (
+            lambda: Routing("least_kv", stats_interval_ns=5),
+            r"stats_interval_ns must be 0 .* or at least 1000000 .* got 5",
+        ),
         (lambda: Routing(stats_delay_ns=-1), "stats_delay_ns must be at least 0, got -1"),
+        (lambda: Pool(" ", System(engine(), STEP)), "name of a pool must be printable, not empty, .* got ' '"),
+        (lambda: Pool("a\nb", System(engine(), STEP)), r"name of a pool must be printable, .* got 'a\\nb'"),
+        (lambda: Pool("a,b", System(engine(), STEP)), "name of a pool must be printable, .* got 'a,b'"),
         (lambda: Fleet(()), "pools must hold at least one pool"),
         (lambda: fleet_of(1, on_crash="panic"), "on_crash must be one of fail, retry, retry_unstarted, got 'panic'"),
         (lambda: fleet_of(1, max_attempts=0), "max_attempts must be at least 1, got 0"),

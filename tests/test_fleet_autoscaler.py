@@ -75,6 +75,12 @@ def test_it_grows_by_four_or_to_the_double_in_a_period() -> None:
     assert decisions(slow, [100] * 9) == [2, 2, 2, 2, 3, 3, 3, 3, 4]
 
 
+def test_what_it_removed_in_the_period_it_may_add_again() -> None:
+    """The limit counts from the number at the beginning of the period."""
+    slow = scaler(up_limit_replicas=1, up_limit_percent=0, up_period_ns=60 * S, down_stabilization_ns=0)
+    assert decisions(slow, [6, 2, 100, 100, 100], start=6) == [6, 2, 7, 7, 7]
+
+
 SETTINGS = st.builds(
     scaler,
     tolerance=st.sampled_from([0.0, 0.1, 0.5]),
@@ -107,7 +113,7 @@ def test_decisions_are_those_of_the_rule_restated(settings: Autoscaler, totals: 
         expected = max(min(expected, most, settings.max_replicas), settings.min_replicas)
         decision = rule.decide(Seen(total, current, current), now)
         assert decision == (wanted, expected)
-        if expected > current:
+        if expected != current:
             added.append((now, expected - current))
         seen_before.append((now, wanted))
         current = expected
@@ -122,7 +128,7 @@ def test_decisions_are_those_of_the_rule_restated(settings: Autoscaler, totals: 
         ({"metric": "kv_usage", "target": 0.7, "min_replicas": 0}, "min_replicas must be at least 1 .*, got 0"),
         ({"min_replicas": 5, "max_replicas": 4}, r"at least min_replicas \(5\), got 4"),
         ({"tolerance": 1.0}, "tolerance must be at least 0 and below 1, got 1.0"),
-        ({"interval_ns": 0}, "interval_ns must be at least 1, got 0"),
+        ({"interval_ns": 0}, "interval_ns must be at least 1000000, got 0"),
         ({"start_up_ns": -1}, "start_up_ns must be at least 0, got -1"),
         ({"up_limit_replicas": 0, "up_limit_percent": 0}, "could never grow"),
     ],

@@ -14,9 +14,11 @@ from conftest import REPO_ROOT
 
 import windtunnel as wt
 from windtunnel.cli.main import main
+from windtunnel.scenarios.errors import ScenarioError
 from windtunnel.scenarios.load import Override, load_scenario
 from windtunnel.scenarios.resolve import Resolved, resolve
 from windtunnel.scenarios.schema import Deployment
+from windtunnel.sim.deployment.memory import InfeasibleDeployment
 from windtunnel.sim.fleet.faults import Crash, Slowdown
 from windtunnel.sim.fleet.fleet import Fleet
 from windtunnel.sim.fleet.routers import ROUTERS
@@ -79,7 +81,12 @@ def fleet_of(text: str | Mapping[str, Any], tmp_path: Path, **overrides: Any) ->
     return fleet
 
 
-PLAIN = {
+def of_pools(pools: Mapping[str, Any]) -> dict[str, Any]:
+    deployment = {key: value for key, value in PLAIN["deployment"].items() if key != "data_parallel_size"}
+    return {**PLAIN, "deployment": deployment, "fleet": {"pools": pools}}
+
+
+PLAIN: dict[str, dict[str, Any]] = {
     "deployment": {"model": "llama-3.1-8b", "gpu": "l40s", "data_parallel_size": 3},
     "workload": {"num_requests": 40, "request_rate": 20, "input": 200, "output": 20},
 }
@@ -214,6 +221,8 @@ def test_the_text_shows_pools_replicas_and_events(run: wt.Run) -> None:
         assert any(line.startswith(words) for line in lines), words
     assert any(line.endswith("is ready, 1.5 s after its order") for line in lines)
     assert "2 x H100-SXM, 1 x L40S" in text
+    assert any(line.startswith("Of requests given up or lost: ") for line in lines)
+    assert "Abandoned by their clients" not in text
 
 
 def test_the_summary_counts_what_the_records_hold(run: wt.Run) -> None:
@@ -275,6 +284,31 @@ def test_a_dry_run_shows_the_fleet(tmp_path: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     for words in ("small.gpu", "small.max_num_seqs", "crash:pool=big", "least_requests"):
         assert words in shown, words
+
+
+def test_pools_may_come_in_any_order_of_their_longest_requests(tmp_path: Path) -> None:
+    """The prompts fit the second pool alone."""
+    pools = {"short": {"engine": {"max_model_len": 200}}, "long": {"engine": {"max_model_len": 2048}}}
+    made = wt.simulate(of_pools(pools), saturation=False, input=300, output=10, num_requests=20)
+    assert made.summary["completed"] == 20
+    assert [pool["num_requests"] for pool in made.summary["fleet"]["pools"]] == [0, 20]
+    with pytest.raises(ScenarioError, match=r"tensor_parallel_size 3.* \(pool long\)$"):
+        wt.simulate(of_pools({"a": {}, "long": {"deployment": {"tensor_parallel_size": 3}}}))
+    with pytest.raises(InfeasibleDeployment, match=r"^pool large: No available memory"):
+        wt.simulate(of_pools({"a": {}, "large": {"deployment": {"gpu_memory_utilization": 0.2}}}))
+
+
+def test_without_a_replica_the_verdict_says_that_none_is_left() -> None:
+    faults = [f"crash:replica={number},at=100ms" for number in range(3)]
+    made = wt.simulate({**PLAIN, "fleet": {"faults": faults}}, saturation=False)
+    assert made.summary["stability"] == "stalled"
+    assert "no replica left that could take them: a crash with restart_after" in " ".join(made.summary["warnings"])
+
+
+def test_a_replica_that_is_still_starting_at_the_end_is_called_so() -> None:
+    scaler = "concurrency:target=1,max_replicas=2,interval=100ms,start_up=1h"
+    made = wt.simulate({**PLAIN, "fleet": {"autoscaler": scaler}}, saturation=False, data_parallel_size=1)
+    assert any(line.split()[:4] == ["#1", "all/1", "still", "starting"] for line in made.text().splitlines())
 
 
 def test_variants_of_a_comparison_may_be_fleets() -> None:

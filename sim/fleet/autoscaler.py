@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 METRICS = ("waiting", "concurrency", "kv_usage")
 NS_PER_S = 1_000_000_000
+NS_PER_MS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Autoscaler:
     start_up_ns: int = 120 * NS_PER_S
     """From the decision to the first request that a new replica takes: node, image, weights, CUDA graphs."""
     interval_ns: int = 15 * NS_PER_S
-    """How often it looks."""
+    """How often it looks; at least 1 ms."""
     metric_delay_ns: int = 0
     """How old the metric is that it acts upon: scraping and averaging."""
     tolerance: float = 0.1
@@ -69,7 +70,7 @@ class Autoscaler:
             raise ValueError(f"tolerance must be at least 0 and below 1, got {self.tolerance}")
         for name, lowest in (
             ("start_up_ns", 0),
-            ("interval_ns", 1),
+            ("interval_ns", NS_PER_MS),
             ("metric_delay_ns", 0),
             ("up_stabilization_ns", 0),
             ("down_stabilization_ns", 0),
@@ -151,7 +152,7 @@ class ScalingRule:
     def __init__(self, settings: Autoscaler) -> None:
         self.settings = settings
         self._recommendations: list[tuple[int, int]] = []  # (time, replicas)
-        self._additions: list[tuple[int, int]] = []  # (time, replicas added)
+        self._changes: list[tuple[int, int]] = []  # (time, replicas added, below 0 for removed ones)
         self._has_looked = False
 
     def decide(self, seen: Seen, now_ns: int) -> Decision:
@@ -160,8 +161,8 @@ class ScalingRule:
         chosen = self._stabilised(wanted, seen.num_wanted, now_ns)
         chosen = min(chosen, self._limit(seen.num_wanted, now_ns))
         chosen = min(max(chosen, self.settings.min_replicas), self.settings.max_replicas)
-        if chosen > seen.num_wanted:
-            self._additions.append((now_ns, chosen - seen.num_wanted))
+        if chosen != seen.num_wanted:
+            self._changes.append((now_ns, chosen - seen.num_wanted))
         return Decision(wanted, chosen)
 
     def _stabilised(self, wanted: int, current: int, now_ns: int) -> int:
@@ -180,7 +181,7 @@ class ScalingRule:
     def _limit(self, current: int, now_ns: int) -> int:
         """Most replicas that there may be after this decision."""
         settings = self.settings
-        self._additions = [item for item in self._additions if item[0] > now_ns - settings.up_period_ns]
-        before = current - sum(count for _, count in self._additions)
+        self._changes = [item for item in self._changes if item[0] > now_ns - settings.up_period_ns]
+        before = current - sum(count for _, count in self._changes)
         by_percent = ceil(before * (100 + settings.up_limit_percent) / 100)
         return max(before + settings.up_limit_replicas, by_percent, current)

@@ -47,8 +47,10 @@ class Pool:
     """KV cache of one token on one GPU; needed for a role other than ``mixed``."""
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError("name of a pool must not be empty")
+        if not self.name.strip() or not self.name.isprintable() or set(self.name) & set(",="):
+            raise ValueError(
+                f"name of a pool must be printable, not empty, and without , and = (faults name it), got {self.name!r}"
+            )
         if not (isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"weight of pool {self.name} must be above 0, got {self.weight}")
         if self.role not in ROLES:

@@ -166,6 +166,8 @@ class FleetRecords:
     """Tokens in a block of the router's index, for routers that have one."""
     transfers: TransferTable | None = None
     """None where no replica has a prefill or decode role."""
+    num_missed_faults: int = 0
+    """Faults that were asked for and did not happen: all was over by then, or there was no replica to crash."""
 
 
 def table_rows(table: LifeTable | StayTable | ScalingTable) -> list[tuple[int, ...]]:

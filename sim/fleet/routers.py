@@ -35,6 +35,7 @@ flight.  ``least_kv``: the lowest KV usage.  ``power_of_two``: the less busy of 
 conversation stays where it is.  ``shared_queue``: requests wait at the gateway until a replica has a free seat."""
 READS_STATS = ("least_kv", "prefix_affinity")
 """Routers that need to be told of the engines' load."""
+SHORTEST_INTERVAL_NS = 1_000_000
 SCRAPE_INTERVAL_NS = 50_000_000
 """How often the engines' metrics are read.  Source: ``refresh-metrics-interval`` of the endpoint picker of the Gateway
 API Inference Extension, which llm-d's router is built on."""
@@ -54,7 +55,7 @@ class Routing:
     max_waiting_requests: int | None = None
     """Requests waiting at the gateway from which on new ones are rejected; None is no limit."""
     stats_interval_ns: int = SCRAPE_INTERVAL_NS
-    """How often the gateway reads the engines' metrics; 0 is at every decision."""
+    """How often the gateway reads the engines' metrics, at least 1 ms; 0 is at every decision."""
     stats_delay_ns: int = 0
     """How long what it read is under way until it counts."""
     prefix_weight: float = 2.0
@@ -88,6 +89,11 @@ class Routing:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if 0 < self.stats_interval_ns < SHORTEST_INTERVAL_NS:
+            raise ValueError(
+                f"stats_interval_ns must be 0 (at every decision) or at least {SHORTEST_INTERVAL_NS} (1 ms), got "
+                f"{self.stats_interval_ns}"
+            )
         for name in ("prefix_weight", "queue_weight", "kv_weight"):
             weight = getattr(self, name)
             if not (isfinite(weight) and weight >= 0):

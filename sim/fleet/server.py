@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -14,6 +13,7 @@ from windtunnel.sim.engine.request import Request
 from windtunnel.sim.fleet.autoscaler import Autoscaler, ScalingRule, Seen
 from windtunnel.sim.fleet.faults import Crash, Slowdown, SlowedExecutor
 from windtunnel.sim.fleet.fleet import Fleet, Pool
+from windtunnel.sim.fleet.line import Line
 from windtunnel.sim.fleet.records import (
     Death,
     Fate,
@@ -118,7 +118,7 @@ class FleetServer:
         answers: Answers,
         num_open: Callable[[], int],
     ) -> None:
-        """``num_open()`` is how many requests of the workload have not ended: with none the fleet stops ticking."""
+        """``num_open()`` is how many requests of the workload have not ended: with none nothing happens any more."""
         self.fleet = fleet
         self.instances: list[Instance] = []
         """All replicas that there ever were."""
@@ -128,7 +128,6 @@ class FleetServer:
         self._answers = answers
         self._session = sessions(workload)
         self._router = make_router(fleet.routing, world)
-        self._waiting: deque[Request] = deque()
         self._at: dict[Request, Instance] = {}
         self._attempts: dict[Request, int] = {}
         self._ready: list[Instance] = []
@@ -136,12 +135,14 @@ class FleetServer:
         self._factor: dict[tuple[int, int], float] = {}
         self._stays = Rows(StayTable)
         self._scalings = Rows(ScalingTable)
-        self._num_stays = 0
+        self._num_stays = self._num_faults = 0
         self._input_has_ended = self._end_was_told = False
         self._has_limits = fleet.routing.max_requests_per_replica is not None or fleet.routing.router == "shared_queue"
         self._reads_live = fleet.routing.reads_stats and not fleet.routing.stats_interval_ns
         self._lengths = {pool.system.config.max_model_len for pool in fleet.pools}
-        self._ticker = Ticker(world, lambda: num_open() == 0, _patience_ns(fleet))
+        self._waiting = Line(self._lengths)
+        self._is_over: Callable[[], bool] = lambda: num_open() == 0
+        self._ticker = Ticker(world, self._is_over, _patience_ns(fleet))
         for number, pool in enumerate(fleet.pools):
             for _ in range(pool.system.num_replicas):
                 self._make_ready(self._order(number))
@@ -156,7 +157,7 @@ class FleetServer:
         Raises QueueFull if too many wait, ValueError if the prompt fits no pool or the engine refuses it.
         """
         request.limit(max(self._lengths))
-        if not self._waiting and self._place(request):
+        if not self._may_anyone_go() and self._place(request):
             return self._at[request].number
         limit = self.fleet.routing.max_waiting_requests
         if limit is not None and len(self._waiting) >= limit:
@@ -257,20 +258,28 @@ class FleetServer:
             self._world.call_in(REPLY_NS, self._retire, instance)
 
     def _let_in(self, _: object = None) -> None:
-        """Hand out requests that wait, in their order, as long as there is room for the first."""
-        while self._waiting:
-            request = self._waiting[0]
-            try:
-                if not self._place(request):
-                    break
-            except ValueError:
-                self._waiting.popleft()
-                self._attempts.pop(request, None)
-                self._answers.rejected(request, self._world.now_ns)
-                continue
-            self._waiting.popleft()
-            self._sender.placed(request, self._at[request].number)
+        """Hand out requests that wait, in their order, as long as there is room for one that is first in its lane."""
+        while any(self._try(request) for request in self._waiting.heads()):
+            pass
         self._tell_of_the_end()
+
+    def _try(self, request: Request) -> bool:
+        """Whether a request that waited does so no longer: it was placed, or refused."""
+        try:
+            if not self._place(request):
+                return False
+        except ValueError:
+            self._waiting.remove(request)
+            self._attempts.pop(request, None)
+            self._answers.rejected(request, self._world.now_ns)
+            return True
+        self._waiting.remove(request)
+        self._sender.placed(request, self._at[request].number)
+        return True
+
+    def _may_anyone_go(self) -> bool:
+        """Whether somebody who waits could be placed this instant, and is going to be before whoever comes now."""
+        return any(self._candidates(request) for request in self._waiting.heads())
 
     def _tell_of_the_end(self) -> None:
         """Once nothing waits here either, the engines need not wait for company any longer."""
@@ -319,6 +328,11 @@ class FleetServer:
     def _living(self, pool_number: int) -> Iterator[Instance]:
         return (each for each in self.instances if each.pool == pool_number and each.state is not State.GONE)
 
+    def _come_up(self, instance: Instance) -> None:
+        """It has started, unless the run is over by now."""
+        if not self._is_over():
+            self._make_ready(instance)
+
     def _make_ready(self, instance: Instance) -> None:
         """It takes requests from now on, unless it is not wanted any more."""
         if instance.state is not State.STARTING:
@@ -365,7 +379,7 @@ class FleetServer:
             self._sender.placed(request, NOT_PLACED)
         if again:
             self._end_was_told = False
-            self._waiting.extendleft(reversed(again))
+            self._waiting.put_back(again)
             self._world.call_in(REPLY_NS, self._let_in)
 
     def _lose(self, request: Request, instance: Instance) -> bool:
@@ -399,15 +413,20 @@ class FleetServer:
 
     def _crash(self, pool: int, fault: Crash) -> None:
         victim = next((each for each in self._living(pool) if each.place == fault.place), None)
-        if victim is None:
+        if victim is None or self._is_over():
             return
+        self._num_faults += 1
         is_wanted = victim.state is not State.DRAINING
         self._end(victim, Death.CRASH)
         if fault.restart_after_ns is not None and is_wanted:
             heir = self._order(pool, fault.place)
-            self._world.call_in(fault.restart_after_ns, self._make_ready, heir)
+            self._world.call_in(fault.restart_after_ns, self._come_up, heir)
 
     def _plan_slowdown(self, pool: int, fault: Slowdown) -> None:
+        def begin(by: float) -> None:
+            self._num_faults += not self._is_over()
+            change(by)
+
         def change(by: float) -> None:
             place = pool, fault.place
             self._factor[place] = self._factor.get(place, 1.0) * by
@@ -415,7 +434,7 @@ class FleetServer:
                 if instance.place == fault.place:
                     self._set_speed(instance)
 
-        self._world.call_in(fault.start_ns, change, fault.factor)
+        self._world.call_in(fault.start_ns, begin, fault.factor)
         if fault.end_ns is not None:
             self._world.call_in(fault.end_ns, change, 1 / fault.factor)
 
@@ -477,7 +496,7 @@ class FleetServer:
         """Order replicas, or dismiss some: those on their way first, then those that came last."""
         living = [each for each in self._living(pool_number) if each.state in (State.STARTING, State.READY)]
         for _ in range(num_replicas - len(living)):
-            self._world.call_in(settings.start_up_ns, self._make_ready, self._order(pool_number))
+            self._world.call_in(settings.start_up_ns, self._come_up, self._order(pool_number))
         if num_replicas < len(living):
             living.sort(key=lambda each: (each.state is State.STARTING, each.ready_ns, each.number))
             for instance in living[num_replicas:]:
@@ -510,7 +529,15 @@ class FleetServer:
         facts = tuple(_facts(pool) for pool in self.fleet.pools)
         stays = self._stays.table(order_by=("number",))
         routing, tables = self.fleet.routing, (lives.table(), stays, self._scalings.table())
-        return FleetRecords(facts, routing.router, *tables, self.fleet.on_crash, routing.prefix_block_tokens)
+        num_missed = len(self.fleet.faults) - self._num_faults
+        return FleetRecords(
+            facts,
+            routing.router,
+            *tables,
+            self.fleet.on_crash,
+            routing.prefix_block_tokens,
+            num_missed_faults=num_missed,
+        )
 
 
 class _Scaler:

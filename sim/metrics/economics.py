@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +31,8 @@ FloatArray = npt.NDArray[np.float64]
 S_PER_HOUR = 3600
 J_PER_KWH = 3_600_000
 MILLION = 1_000_000
+LARGEST_RATE = 1e12
+"""Of a price or a power; whatever is counted with it stays a number."""
 TAIL_PERCENT = 99.0
 """The percentile of ITL whose gap is explained."""
 NUM_WORST = 10
@@ -42,8 +43,8 @@ NUM_WORST = 10
 class Rates:
     """What the GPUs of one replica cost and draw, as the user gave it.
 
-    Raises ValueError for a count below 1, a number that is negative or not finite, one of the two powers without the
-    other, and an idle power above the busy one.
+    Raises ValueError for a count below 1, a number that is not from 0 to ``LARGEST_RATE``, one of the two powers without
+    the other, and an idle power above the busy one.
     """
 
     num_gpus: int = 1
@@ -59,8 +60,8 @@ class Rates:
             raise ValueError(f"num_gpus must be at least 1, got {self.num_gpus}")
         for name in ("gpu_hour", "idle_watts", "busy_watts"):
             value = getattr(self, name)
-            if value is not None and not (isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+            if value is not None and not 0 <= value <= LARGEST_RATE:
+                raise ValueError(f"{name} must be a number from 0 to {LARGEST_RATE:g}, got {value!r}")
         if (self.idle_watts is None) != (self.busy_watts is None):
             given, lacking = ("busy", "idle") if self.idle_watts is None else ("idle", "busy")
             raise ValueError(
@@ -167,8 +168,8 @@ class PreemptionCost:
 class Economics:
     """What a run cost; money and energy are None without a price and without watts."""
 
-    num_gpus: int
-    """Of all replicas."""
+    num_gpus: float
+    """Of all replicas; the mean over the run where they come and go."""
     gpu_seconds: float
     """Time that GPUs were held, from the first sending to the last end."""
     busy_gpu_seconds: float

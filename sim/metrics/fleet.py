@@ -110,6 +110,8 @@ class FleetStats:
     replica_hours: float
     gpu_hours: float
     num_crashes: int
+    num_missed_faults: int
+    """Faults that did not happen: all was over by then, or there was no replica to crash."""
     num_lost_stays: int
     """Times that a request lost its replica."""
     num_retried_requests: int
@@ -155,6 +157,7 @@ def fleet_stats(records: Records, start_ns: int, end_ns: int, percentiles: Seque
         replica_hours=_hours(sum(paid_ns)),
         gpu_hours=_hours(sum(time * count for time, count in zip(paid_ns, gpus, strict=True))),
         num_crashes=int((lives.death == Death.CRASH).sum()),
+        num_missed_faults=fleet.num_missed_faults,
         num_lost_stays=int((stays.fate == Fate.LOST).sum()),
         num_retried_requests=_num_retried(fleet),
         num_lost_requests=int((records.requests.outcome == Outcome.LOST).sum()),

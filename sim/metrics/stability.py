@@ -174,7 +174,13 @@ def _verdict(
 ) -> tuple[Verdict, str]:
     num_came = len(life.due)
     if records.stalled:
-        stuck = int((records.requests.outcome == Outcome.UNFINISHED).sum())
+        is_stuck = records.requests.outcome == Outcome.UNFINISHED
+        stuck = int(is_stuck.sum())
+        if records.fleet is not None and (records.requests.replica[is_stuck] < 0).all():
+            return Verdict.STALLED, (
+                f"the run stopped with {plural(stuck, 'unfinished request')} and no replica left that could take "
+                f"{verb(stuck, 'it', 'them')}: a crash with restart_after brings one back, as an autoscaler does"
+            )
         return Verdict.STALLED, (
             f"the run stopped with {plural(stuck, 'unfinished request')}, of which the first in the queue can never be "
             "scheduled: it needs more KV blocks or tokens than the engine can ever give"

@@ -349,7 +349,7 @@ def _economics(
     mean_gpus = ratio(gpus_ns, window[1] - window[0]) or 0.0
     return replace(
         paid,
-        num_gpus=round(mean_gpus),
+        num_gpus=round(mean_gpus) if abs(mean_gpus - round(mean_gpus)) < 1e-9 * mean_gpus else mean_gpus,
         cost_per_hour=None if paid.cost is None else ratio(paid.cost, hours),
     )
 
@@ -553,6 +553,12 @@ def _warnings(summary: Summary) -> list[str]:
             f"({summary.rejected:,} rejected, {summary.aborted:,} aborted, {summary.unfinished:,} unfinished"
             f"{_lost(summary)}); "
             "latencies leave them out and may look better than what clients saw."
+        )
+    missed = 0 if summary.fleet is None else summary.fleet.num_missed_faults
+    if missed:
+        found.append(
+            f"{plural(missed, 'fault')} of the fleet did not happen: the run was over by then, or there was no "
+            "replica to crash.  Remedies: an earlier time, more requests."
         )
     found += _preemption_warnings(summary.preemption)
     too_fine = [percent for percent in summary.percentiles if 0 < summary.completed * (1 - percent / 100) < 1]
@@ -839,6 +845,7 @@ def _fleet_keys(of: FleetStats) -> dict[str, Any]:
         "lost_output_tokens": of.lost_output_tokens,
         "retried_requests": of.num_retried_requests,
         "crashes": of.num_crashes,
+        "missed_faults": of.num_missed_faults,
         "replica_hours": of.replica_hours,
         "gpu_hours": of.gpu_hours,
         "ready_replicas_mean": of.num_ready_mean,
