@@ -106,7 +106,7 @@ def test_the_commands_of_the_readme_run(
     monkeypatch.setattr(run, "run_server", lambda _, listener, *__, **___: served.append(listener.close()))
     for command in commands:
         if command[0] == "measure":
-            command[command.index("--budget") + 1] = "8s"
+            command[command.index("--budget") + 1] = "20s"
         code = main(command)
         missed = command[:2] == ["simulate", "chat-8b-h100"] and bool({"30", "32"} & set(command))  # as README says
         assert code == (99 if missed else 0), (command, capsys.readouterr().err)
