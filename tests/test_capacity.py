@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import windtunnel as wt
 from benchmarks import capacity_coverage
 from benchmarks.capacity_coverage import LindleyQueue, objective_met_at
-from windtunnel.capacity.binding import BANDWIDTH, BUDGET, COMPUTE, KV_BLOCKS, LIMITS, SEATS, binding_of
+from windtunnel.capacity.binding import BANDWIDTH, BUDGET, COMPUTE, KV_BLOCKS, LIMITS, QUEUE, SEATS, binding_of
 from windtunnel.capacity.decide import Status, decide
-from windtunnel.capacity.evaluate import Evaluation, Evaluator
+from windtunnel.capacity.evaluate import Evaluation, Evaluator, _counted, _service_ns
 from windtunnel.capacity.max_rate import answer, max_rate
 from windtunnel.capacity.runs import Simulations
 from windtunnel.capacity.sampling import SyntheticSource, TraceSource, at_rate, thinned
@@ -134,6 +134,73 @@ def test_conversations_of_a_trace_stay_whole_and_laps_share_nothing() -> None:
     assert drawn.num_streams == 2 * (max(laps) + 1)
 
 
+TENANTS = {
+    "chat": {"request_rate": 9, "num_requests": 20, "input": 10, "output": 1},
+    "batch": {"request_rate": 3, "burstiness": 0.2, "input": 90, "output": 1},
+}
+
+
+def test_tenants_with_rates_of_their_own_keep_their_parts_at_any_rate() -> None:
+    source = SyntheticSource(SyntheticWorkload(input=10, output=1, tenants=TENANTS))
+    for rate in (4.0, 40.0):
+        drawn = source.draw(rate, 1, 4_000)
+        assert len(drawn) == 4_000
+        assert drawn.arrival_ns.max() / 1e9 == pytest.approx(4_000 / rate, rel=0.15)
+        for prompt, part in ((10, 0.75), (90, 0.25)):
+            due = drawn.arrival_ns[drawn.num_prompt_tokens == prompt]
+            assert len(due) / 4_000 == pytest.approx(part, abs=0.01)
+            assert np.median(due) == pytest.approx(np.median(drawn.arrival_ns), rel=0.15)  # side by side, all the time
+            gaps = np.diff(due)
+            assert gaps.std() / gaps.mean() == pytest.approx(1.0 if prompt == 10 else math.sqrt(5), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "own", [{"arrival": {"process": "at_once"}, "num_requests": 5}, {"request_rate": 3, "start_s": 30}]
+)
+def test_tenants_whose_arrivals_have_no_rate_that_stays_are_refused(own: dict[str, object]) -> None:
+    spec = SyntheticWorkload(input=10, output=1, tenants={"chat": {"request_rate": 9}, "batch": own})
+    with pytest.raises(ValueError, match="arrivals of tenant batch have no rate that stays"):
+        SyntheticSource(spec)
+
+
+SESSIONS = SyntheticWorkload(
+    input=10,
+    output=1,
+    request_rate=1.0,
+    sessions={"turns": {"dist": "geometric", "mean": 5}, "think": {"dist": "exponential", "mean_s": 20}},
+)
+
+
+def test_of_conversations_only_the_time_counts_in_which_the_load_is_the_rate() -> None:
+    """Before, fewer are under way than will be; behind the last that begins, fewer and fewer are."""
+    load = SyntheticSource(SESSIONS).draw(20.0, 1, 12_000)
+    system = System(SchedulerConfig(max_num_seqs=64), ConstantCost(step_s=0.001))
+    records = wt.sim.simulate.serve(load, system)
+    counted, start_ns, end_ns = _counted(records, load, _service_ns(records, load), True)
+    assert counted.sum() / (end_ns - start_ns) * 1e9 == pytest.approx(20.0, rel=0.06)
+    assert counted.sum() > 3_000
+
+
+def test_arrivals_that_come_and_go_are_seen_over_many_cycles_or_not_judged() -> None:
+    """A run within a single burst, or within a single pause, says nothing of the mean rate."""
+    spec = SyntheticWorkload(input=1, output=1, arrival={"process": "on_off", "rate": 10.0, "on_s": 2, "off_s": 8})
+    asked = Simulations(Evaluator(queue(), parse_slos("ttft:p90<9s")), SyntheticSource(spec), 1)
+    search = Search(asked, Settings(num_requests=200, max_replications=4))
+    assert search.judge(0.05 / STEP_S).verdict.num_requests == 10 * 10 * 0.05 / STEP_S
+    assert search.judge(0.5 / STEP_S).status is Status.TOO_SHORT
+    found = search.run()
+    assert 0.05 / STEP_S <= found.low < 0.2 / STEP_S
+    assert found.outcome == "too_short"
+    assert found.rate is None
+
+
+def test_a_run_that_is_over_before_its_conversations_are_is_too_short() -> None:
+    system = System(SchedulerConfig(max_num_seqs=64), ConstantCost(step_s=0.001))
+    asked = Simulations(Evaluator(system, parse_slos("ttft:p90<1s")), SyntheticSource(SESSIONS), 1)
+    found = decide(asked.run(20.0, range(4), 600), asked.evaluator.objectives, 0.95)
+    assert found.status is Status.TOO_SHORT
+
+
 def test_a_trace_without_times_comes_as_a_poisson_process() -> None:
     source = TraceSource(workload([0] * 50, [10] * 50, [5] * 50))
     drawn = source.draw(10.0, 1, 5_000)
@@ -177,6 +244,8 @@ def test_thinning_keeps_the_share_the_times_and_whole_conversations() -> None:
         ("goodput>=5/s", "ttft:500", "ask for a share"),
         ("goodput<=99%", "ttft:500", "bounded from below"),
         ("failed==0", None, "ask for a share"),
+        ("failed<=0%", None, "whether none fails depends"),
+        ("goodput>=100%", "ttft:500", "whether all are good depends"),
         ("preemptions==0", None, "grows with the length"),
         ("output_throughput>=100", None, "does not get worse"),
         ("kv_usage:peak<90%", None, "kv_usage:mean"),
@@ -242,6 +311,17 @@ def test_what_binds_is_named(
     assert binding_of(found.shares).name == name
 
 
+def test_who_waits_at_a_tenant_s_limit_waits() -> None:
+    """In no step of the server anybody waits, and still it is not the steps' time that makes requests late."""
+    given = {**CHAT, "tenants": {"free": {"max_in_flight": 2}}}
+    given["workload"] = {**CHAT["workload"], "tenants": {"acme": 0.5, "free": 0.5}, "request_rate": 5.0}
+    resolved = wt.capacity.max_rate.load_deployment(given, {}, 1)
+    evaluator = Evaluator(resolved.served, parse_slos("ttft:p90<1s"))
+    source = SyntheticSource(resolved.scenario.workload)
+    assert binding_of(evaluator.evaluate(source.draw(40.0, 1, 400)).shares).name == QUEUE
+    assert binding_of(evaluator.evaluate(source.draw(4.0, 1, 400)).shares).name == BANDWIDTH
+
+
 def test_step_noise_is_drawn_anew_for_each_replication() -> None:
     given = {"noise": True, "num_requests": 60, "request_rate": 5.0}
     resolved = wt.capacity.max_rate.load_deployment("chat-8b-h100", given, 1)
@@ -276,6 +356,32 @@ def test_a_load_holds_only_with_confidence_and_never_when_overloaded(
 ) -> None:
     found = decide([evaluation(value, verdict) for value in values], parse_slos("ttft:mean<100ms"), 0.95)
     assert found.status is status
+
+
+@pytest.mark.parametrize(
+    ("objective", "value", "num_counted", "status"),
+    [
+        ("goodput>=99%", 100, 70, Status.UNDECIDED),  # with 280 requests one in a hundred may be bad, and none seen
+        ("goodput>=99%", 100, 700, Status.HOLDS),
+        ("failed<1%", 0, 70, Status.UNDECIDED),
+        ("failed<1%", 0, 700, Status.HOLDS),
+    ],
+)
+def test_no_bad_request_among_few_is_no_proof(objective: str, value: float, num_counted: int, status: Status) -> None:
+    runs = [evaluation(value, num_counted=num_counted)] * 4
+    # a run that has few to count is too short, and that is not what is asked here
+    runs = [replace(each, num_requests=num_counted) for each in runs]
+    found = decide(runs, parse_slos(objective), 0.95)
+    assert found.status is status
+    unseen = 100 * (1 - 0.05 ** (1 / (4 * num_counted)))  # with this share none is seen in 5 % of the cases
+    bound = 100 - found.measured[0].low if value else found.measured[0].high
+    assert bound == pytest.approx(unseen, rel=0.02)
+
+
+def test_the_bounds_of_a_share_are_a_share() -> None:
+    for objective, values in (("goodput>=50%", (100, 100, 92, 99)), ("busy_share<50%", (0.1, 0, 0, 0.1))):
+        (told,) = decide([evaluation(each) for each in values], parse_slos(objective), 0.95).measured
+        assert 0 <= told.low <= told.estimate <= told.high <= 100
 
 
 def test_one_overloaded_replication_of_four_leaves_a_load_undecided() -> None:
@@ -370,6 +476,37 @@ def test_an_overloaded_rate_fails_whatever_the_percentile_says() -> None:
 def test_a_percentile_that_all_runs_are_too_short_for_is_refused() -> None:
     with pytest.raises(ValueError, match=r"p99\.9, which needs 10,000"):
         searched(queue(), "ttft:p99.9<1s", num_requests=200, max_replications=8)
+
+
+@pytest.mark.parametrize("objective", ["goodput>=99.9%", "failed<0.1%"])
+def test_a_share_that_all_runs_are_too_short_for_is_refused(objective: str) -> None:
+    asked = Simulations(
+        Evaluator(queue(), parse_slos(objective), GoodputLimits.parse("ttft:500")), SyntheticSource(ONE_TOKEN), 1
+    )
+    with pytest.raises(ValueError, match=r"too few for a share of 0\.1 %, which needs 10,000"):
+        Search(asked, Settings(num_requests=200, max_replications=8))
+
+
+def test_what_chance_leaves_open_is_not_called_close_to_saturation() -> None:
+    """Half of the rates up to the top are undecided: the rate that holds is told, and what would help."""
+
+    class Judged(Search):
+        def judge(self, rate: float) -> RateRow:
+            value = 50.0 if rate * STEP_S < 0.4 else 100.0
+            runs = [evaluation(value + each) for each in ((0, 1, 2, 3) if value < 100 else (-60, 60, -50, 50))]
+            row = RateRow(rate, self._rho(rate), decide(runs, parse_slos("ttft:mean<100ms"), 0.95))
+            self._rows[rate] = row
+            return row
+
+    asked, given = simulations(queue(), "ttft:mean<100ms"), Settings(num_requests=200, max_replications=4)
+    search = Judged(asked, given)
+    search.judge(0.3 / STEP_S)
+    found = search.run()
+    assert (found.outcome, found.rate) == ("unresolved", None)
+    assert found.low * STEP_S == pytest.approx(0.4, abs=0.02)
+    told = answer(found, asked, given)
+    assert told.text().startswith("At least ")
+    assert "chance decides" in told.reason
 
 
 @pytest.mark.parametrize(

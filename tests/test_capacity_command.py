@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from windtunnel.capacity.decide import Status
+from windtunnel.capacity.html import _curve
+from windtunnel.capacity.max_rate import max_rate
 from windtunnel.cli.main import main
 
 SCENARIO = """\
@@ -78,7 +81,7 @@ def test_markdown_and_html_hold_the_answer(scenario: str, tmp_path: Path, capsys
     answer = out.split("**")[1]
     assert answer.replace("<", "&lt;") in html
     assert 'id="plot-curve-0"' in html
-    assert "windtunnel capacity small --slo" in html
+    assert f"windtunnel capacity {scenario} --slo" in html
     assert "http://" not in html.split("<script")[0]
 
 
@@ -91,6 +94,33 @@ def test_an_objective_that_no_load_keeps_ends_with_99(scenario: str, capsys: pyt
     code, out, _ = run(capsys, scenario, *QUICK, "--slo", "ttft:p50<5ms")
     assert code == 99
     assert out.startswith("No rate is within ttft:p50<5ms\n")
+
+
+def test_a_report_is_not_written_over_what_is_read(
+    scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,num_prompt_tokens,num_output_tokens\n0,10,5\n1,10,5\n")
+    before = Path(scenario).read_text()
+    for arguments in (("--html", scenario), ("--set", f"trace={trace}", "--html", str(trace))):
+        code, out, err = run(capsys, scenario, *QUICK, *arguments)
+        assert (code, out) == (2, "")
+        assert "it is read for that; name another file" in err
+    assert Path(scenario).read_text() == before
+    assert trace.read_text().startswith("arrival_s")
+
+
+def test_each_curve_marks_the_rates_at_which_its_own_objective_holds(scenario: str) -> None:
+    found = max_rate(
+        scenario, objectives="ttft:p50<900ms ttft:p90<60ms", num_requests=200, replications=8, precision=0.2, seed=3
+    )
+    loose, tight = (_curve(found, number, slo) for number, slo in enumerate(found.objectives))
+    assert found.outcome == "found"
+    fails = [row.status is Status.FAILS and row.verdict.overloaded_share < 0.5 for row in found.rows]
+    assert any(fails)
+    for figure, is_broken in ((loose, False), (tight, True)):
+        symbols = [symbol for symbol, failed in zip(figure.data[0]["marker"]["symbol"], fails, strict=True) if failed]
+        assert ("x" in symbols) is is_broken
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import worker_jobs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -291,6 +292,102 @@ def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) ->
         list(workers.map(squares(4)))
 
 
+def serve_with(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("windtunnel.workers.processes.serve", getattr(worker_jobs, name))
+
+
+def test_a_process_that_hangs_while_it_starts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even with an argument that no pipe takes until somebody reads it."""
+    serve_with(monkeypatch, "serve_never")
+    monkeypatch.setattr("windtunnel.workers.processes.START_S", 0.5)
+    with Workers(2) as workers, pytest.raises(WorkerDied, match=r"ended while they started \(not ready after 0\.5 s\)"):
+        list(workers.call("operator:neg", ["x" * 5_000_000] * 3))
+
+
+def test_a_dead_process_whose_pipe_is_held_by_another_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_with(monkeypatch, "serve_and_die_holding_on")
+    monkeypatch.setattr("windtunnel.workers.processes._LOOK_S", 0.1)
+    with Workers(2) as workers, pytest.raises(WorkerDied, match=r"3 processes died .*exit code 7"):
+        list(workers.map(squares(4)))
+
+
+def test_an_answer_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_with(monkeypatch, "serve_nonsense")
+    with Workers(2) as workers, pytest.raises(JobFailed, match="cannot be read here: ModuleNotFoundError"):
+        list(workers.map(squares(4)))
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_job_that_wants_to_leave_does_not_end_who_asked(num: int) -> None:
+    with Workers(num) as workers, pytest.raises(JobFailed, match="worker_jobs:leave raised SystemExit: 3"):
+        list(workers.map([job("leave", 0), job("leave", 1)]))
+
+
+def test_processes_that_died_of_idleness_are_not_held_against_a_job() -> None:
+    with Workers(3) as workers:
+        pids = set(workers.map([job("process", number) for number in range(9)]))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+        assert list(workers.map(squares(1))) == [{"squared": 0}]
+
+
+def test_results_awaited_from_closed_workers_are_an_error_not_a_hang() -> None:
+    with Workers(2) as workers:
+        results = workers.map(squares(20))
+        assert next(results) == {"squared": 0}
+    with pytest.raises(WorkerDied, match="were closed"):
+        list(results)
+
+
+def test_where_no_process_can_be_started_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_process(*arguments: Any) -> None:
+        raise OSError("too many processes")
+
+    monkeypatch.setattr("multiprocessing.popen_spawn_posix.Popen._launch", no_process)
+    with Workers(2) as workers, pytest.raises(WorkerDied, match=r"no process can be started \(too many.*--jobs 1"):
+        list(workers.map(squares(4)))
+
+
+def test_a_process_whose_code_cannot_be_imported_is_told(tmp_path: Path) -> None:
+    """As while a package is edited or installed: the parent has it, a new process has not."""
+    script = (
+        "import sys\n"
+        "from windtunnel.workers import Job, WorkerDied, Workers\n"
+        "import windtunnel.workers.processes\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "try:\n"
+        "    with Workers(2) as workers:\n"
+        "        print(list(workers.map([Job('worker_jobs:square', n) for n in range(4)])))\n"
+        "except WorkerDied as error:\n"
+        "    print(error)\n"
+    )
+    (tmp_path / "windtunnel").mkdir()
+    (tmp_path / "windtunnel" / "__init__.py").write_text("this is half of a line (", "utf-8")
+    command = [sys.executable, "-c", script, str(tmp_path), "x" * 100_000]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
+    assert found.stdout == "3 processes ended while they started (exit code 1): do without (--jobs 1)\n"
+    assert "SyntaxError" in found.stderr
+
+
+def test_what_is_printed_where_the_standard_streams_are_closed_does_no_harm(tmp_path: Path) -> None:
+    """A pipe would take their place, and what is printed would be read as an answer."""
+    script = (
+        "import os, sys\n"
+        "for number in (0, 1, 2):\n"
+        "    os.close(number)\n"
+        "from windtunnel.workers import Job, Workers\n"
+        "with Workers(2) as workers:\n"
+        "    found = list(workers.map([Job('worker_jobs:say', n) for n in range(6)]))\n"
+        "open(sys.argv[1], 'w').write(repr(found))\n"
+    )
+    told = tmp_path / "told"
+    command = [sys.executable, "-c", script, str(told)]
+    found = subprocess.run(command, env=environment(), timeout=60, check=False)
+    assert told.read_text("utf-8") == "[0, 1, 2, 3, 4, 5]"
+    assert found.returncode == 0
+
+
 def test_workers_have_one_thread_each_and_do_not_run_the_main_module(two: Workers) -> None:
     assert set(two.map([job("threads", 0), job("threads", 1)])) <= {os.environ.get("OMP_NUM_THREADS", "1")}
     assert list(two.map([job("loaded", 0), job("loaded", 1)])) == [[], []]
@@ -533,7 +630,10 @@ def test_500_jobs_go_on_after_the_parent_was_killed(tmp_path: Path) -> None:
     assert len(workers) == 2
     process.kill()
     process.communicate(timeout=30)  # it ends only when nobody holds its output any more, so when the workers ended
-    assert not any(Path(f"/proc/{worker}/cmdline").exists() and is_alive(worker) for worker in workers)
+    deadline = time.monotonic() + 10  # on its way out a process gives up its output before it counts as ended
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_alive, workers))
     with Store(tmp_path) as store:
         assert 150 <= len(store) < 500
     again = long_run(tmp_path)

@@ -89,3 +89,36 @@ def infeasible(argument: Any) -> None:
     from windtunnel.sim.deployment.memory import InfeasibleDeployment
 
     raise InfeasibleDeployment("too large", 4096, 2)
+
+
+def leave(argument: Any) -> None:
+    sys.exit(3)
+
+
+def say(argument: Any) -> Any:
+    """Writes on whatever is descriptor 1 and 2 of this process, as a library in C would."""
+    for number in (1, 2):
+        os.write(number, b"something\n" * 100)
+    return argument
+
+
+def serve_never(connection: Any) -> None:
+    """In place of ``worker.serve``: a process that hangs while it starts."""
+    time.sleep(600)
+
+
+def serve_and_die_holding_on(connection: Any) -> None:
+    """In place of ``worker.serve``: it dies, and a process that it left behind still holds its pipe."""
+    connection.send_bytes(b"ready")
+    if not os.fork():
+        time.sleep(20)
+        os._exit(0)
+    os._exit(7)
+
+
+def serve_nonsense(connection: Any) -> None:
+    """In place of ``worker.serve``: an answer that cannot be read, as from another version of the code."""
+    connection.send_bytes(b"ready")
+    while True:
+        connection.recv_bytes()
+        connection.send_bytes(b"cno_such_module\nNoSuchClass\n.")

@@ -13,7 +13,7 @@ from windtunnel.sim.engine.plan import StepShape
 from windtunnel.sim.engine.protocols import CostModel
 from windtunnel.sim.fleet.fleet import Fleet, replicas_by_cost
 from windtunnel.sim.metrics.load import durations, num_tokens
-from windtunnel.sim.records import Records, ReplicaRecords, StepTable
+from windtunnel.sim.records import Records, ReplicaRecords, RequestTable, StepTable
 from windtunnel.sim.system import System
 
 SEATS, BUDGET, KV_BLOCKS, QUEUE = "max_num_seqs", "max_num_batched_tokens", "kv_blocks", "queue"
@@ -25,8 +25,8 @@ MEANING = {
     SEATS: "requests wait while max_num_seqs run",
     BUDGET: "requests wait while steps hold max_num_batched_tokens",
     KV_BLOCKS: "requests wait, or are preempted, for want of KV blocks",
-    QUEUE: "requests wait for another reason (a batch that forms, a policy)",
-    COMPUTE: "nobody waits; the step takes the time of its tokens (arithmetic)",
+    QUEUE: "requests wait for another reason: a batch that forms, a policy, a tenant's limit",
+    COMPUTE: "nobody waits; the step takes the time of its tokens' arithmetic",
     BANDWIDTH: "nobody waits; the step takes the time of reading weights and KV cache, and its fixed parts",
     IDLE: "nothing runs",
 }
@@ -73,7 +73,7 @@ def time_shares(records: Records, served: System | Fleet, start_ns: int, end_ns:
     owned = [(cost, replica) for cost, replicas in replicas_by_cost(records, served) for replica in replicas]
     for cost, replica in owned:
         lasted = durations(replica.steps, start_ns, end_ns).astype(np.float64)
-        limit = _limits(replica, served, longest)
+        limit = _limits(replica, served, longest, records.requests)
         for name, number in ((SEATS, 0), (BUDGET, 1), (KV_BLOCKS, 2), (QUEUE, 3)):
             spent_ns[name] += float(lasted[limit == number].sum())
         free = limit < 0
@@ -85,7 +85,7 @@ def time_shares(records: Records, served: System | Fleet, start_ns: int, end_ns:
     return shares
 
 
-def _limits(replica: ReplicaRecords, served: System | Fleet, longest_prompt: int) -> np.ndarray:
+def _limits(replica: ReplicaRecords, served: System | Fleet, longest_prompt: int, requests: RequestTable) -> np.ndarray:
     """For each step the number of the limit (in the order of ``LIMITS``) that left requests waiting, or -1."""
     steps, seats, budget = replica.steps, replica.max_num_seqs, replica.max_num_batched_tokens
     if isinstance(served, System):
@@ -98,7 +98,21 @@ def _limits(replica: ReplicaRecords, served: System | Fleet, longest_prompt: int
     waited = (steps.num_waiting > 0) | (steps.num_preempted > 0)
     if served.gateway is not None or (isinstance(served, Fleet) and served.routing.router == "shared_queue"):
         waited |= is_full  # others wait before the server, where its steps do not see them
+    if served.gateway is not None:
+        waited |= _are_held(steps, requests)
     return np.where(waited, kept_out, -1)
+
+
+def _are_held(steps: StepTable, requests: RequestTable) -> np.ndarray:
+    """For each step, whether a request that was there when the step before it began is in no step yet."""
+    if not len(steps):
+        return np.zeros(0, np.bool_)
+    there = requests.due_ns >= 0
+    begun_ns = np.where(requests.scheduled_ns >= 0, requests.scheduled_ns, requests.finish_ns)[there]
+    before_ns = np.append(steps.start_ns[:1], steps.start_ns[:-1])
+    came = np.searchsorted(np.sort(requests.arrival_ns[there]), before_ns, "left")
+    held: np.ndarray = came > np.searchsorted(np.sort(begun_ns), steps.start_ns, "right")
+    return held
 
 
 def _fixed_share(steps: StepTable, cost: CostModel) -> np.ndarray:

@@ -9,9 +9,9 @@ is worth anything.  Else it is *undecided*: more replications may tell.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import inf, isfinite
+from math import inf, isfinite, log
 from typing import Any
 
 from windtunnel.capacity.binding import LIMITS, Binding, binding_of
@@ -166,8 +166,26 @@ def _interval(evaluations: Sequence[Evaluation], number: int, slo: Slo, confiden
         percent = 50.0 if slo.percent is None else slo.percent
         return percentile_interval(samples, percent, two_sided, skewness=SHARE_SKEWNESS)
     values = [value for each in evaluations if isinstance(value := each.measured[number], float)]
+    if not values:
+        return None
     skewness = -SKEWNESS if slo.metric == "goodput" else SKEWNESS
-    return mean_interval(values, two_sided, skewness=skewness) if values else None
+    interval = mean_interval(values, two_sided, skewness=skewness)
+    return interval if slo.unit != "%" else _of_share(interval, slo, evaluations, confidence)
+
+
+def _of_share(found: Interval, slo: Slo, evaluations: Sequence[Evaluation], confidence: float) -> Interval:
+    """The interval of a share in percent, which no chance takes beyond 0 and 100.
+
+    Where no request was bad the replications do not differ, and still the share may be as large as leaves so many
+    requests without a bad one with the probability that the bound may be wrong: -ln(1 - confidence) over their number.
+    """
+    low, high = max(found.low, 0.0), min(found.high, 100.0)
+    unseen = -100 * log(1 - confidence) / max(sum(each.num_counted for each in evaluations), 1)
+    if slo.metric == "goodput":
+        low = max(min(low, 100 - unseen), 0.0)
+    elif slo.metric == "failed":
+        high = min(max(high, unseen), 100.0)
+    return replace(found, low=low, high=high)
 
 
 def _finite(value: float) -> float:

@@ -27,6 +27,9 @@ RAMP_SHARE = 0.3
 NUM_SERVICES = 1.0
 """So many services (90th percentile of the time from a request's first step to its last) are left out at least at the
 beginning, and one at the end."""
+CONVERSATIONS_PERCENT = 95
+"""So many of a hundred conversations may be over before the first request is counted: the load has come to what it is
+meant to be, but for what the few longest ones still add."""
 NEVER_MS = 1e15
 """In place of the latency of a request that was refused or given up: later than any limit."""
 
@@ -58,9 +61,13 @@ def _problem(slo: Slo, goodput: GoodputLimits | None) -> str:
             return "goodput per second rises with the load: ask for a share, such as goodput>=99%"
         if goodput is None:
             return "it needs to know what is good: give goodput limits too, such as ttft:500"
+        if slo.limit >= 100:
+            return "whether all are good depends on how many requests one looks at: ask for a share, such as 99.9%"
         return "" if slo.operator in _DOWN else f"goodput is bounded from below: write >= or >, not {slo.operator}"
     if slo.metric == "failed" and slo.unit == "":
         return "a count grows with the length of the run: ask for a share, such as failed<1%"
+    if slo.metric == "failed" and slo.limit <= 0:
+        return "whether none fails depends on how many requests one looks at: ask for a share, such as failed<0.1%"
     if slo.statistic == "peak":
         return "the peak depends on how long one looks: take kv_usage:mean"
     if slo.metric in ("failed", "kv_usage", "kv_cached_usage", "busy_share"):
@@ -87,7 +94,7 @@ class Evaluation:
     shares: Mapping[str, float]
     """Share of the counted time under each limit, as ``binding.time_shares``."""
     service_s: float
-    """90th percentile of the time from a request's first step to its last."""
+    """90th percentile of the time from a request's first step to its last; of conversations, how long they last."""
     num_preemptions: int
     noise: float
     """Squared coefficients of variation of the gaps and of the work, summed: how rough the traffic is (1 is M/D/1)."""
@@ -161,8 +168,8 @@ class Evaluator:
         Raises RequestTooLarge as ``serve``.
         """
         records = serve(workload, self._seeded(seed))
-        service_ns = _service_ns(records)
-        counted, start_ns, end_ns = _counted(records, service_ns, ramp)
+        service_ns = _service_ns(records, workload)
+        counted, start_ns, end_ns = _counted(records, workload, service_ns, ramp)
         seen = _only(records, counted)
         measured, weights = [], []
         for slo in self.objectives:
@@ -219,29 +226,47 @@ def _seeded(system: System, seed: int) -> System:
     return replace(system, drafting=fresh)
 
 
-def _service_ns(records: Records) -> float:
+def _service_ns(records: Records, workload: Workload) -> float:
     """How long nine of ten requests are in the works at most, from their first step on, of those that finished.
 
     The wait before it is left out on purpose: a window that depended on the queue would be chosen by what it measures.
+    Of conversations it is how long nearly all of them last: so long it takes until as many are under way as will be.
     """
+    if bool((workload.previous >= 0).any()):
+        return _conversation_ns(records, workload)
     table = records.requests
     done = (table.outcome == Outcome.FINISHED) & (table.scheduled_ns >= 0)
     services = (table.finish_ns - table.scheduled_ns)[done]
     return float(np.percentile(services, 90)) if len(services) else 0.0
 
 
-def _counted(records: Records, service_ns: float, ramp: bool) -> tuple[np.ndarray, int, int]:
-    """Which requests are counted, and between which times the system is looked at."""
+def _conversation_ns(records: Records, workload: Workload) -> float:
+    from windtunnel.scenarios.workloads.rows import conversation_roots
+
+    roots, table = conversation_roots(workload.previous), records.requests
+    ends = table.due_ns[roots]
+    np.maximum.at(ends, roots, table.finish_ns)
+    spans = (ends - table.due_ns)[(workload.previous < 0) & (table.due_ns >= 0)]
+    return float(np.percentile(spans, CONVERSATIONS_PERCENT)) if len(spans) else 0.0
+
+
+def _counted(records: Records, workload: Workload, service_ns: float, ramp: bool) -> tuple[np.ndarray, int, int]:
+    """Which requests are counted, and between which times the system is looked at.
+
+    The load is what it is meant to be only while new conversations still begin.
+    """
     table = records.requests
     there = (table.due_ns >= 0) & ~is_unservable(records)
-    due = np.sort(table.due_ns[there])
+    is_first = workload.previous < 0
+    due = np.sort(table.due_ns[there & is_first])
     if not len(due):
         return there, 0, records.end_ns
     first, last = int(due[0]), int(due[-1])
     if not ramp:
         return there, first, max(last, first + 1)
     begin = max(int(due[int(RAMP_SHARE * len(due))]), first + int(NUM_SERVICES * service_ns))
-    end = max(last - int(service_ns), begin + 1)
+    end = last if not bool(is_first.all()) else max(last - int(service_ns), begin + 1)
+    end = max(end, begin + 1)
     return there & (table.due_ns >= begin) & (table.due_ns <= end), begin, end
 
 

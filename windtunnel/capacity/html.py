@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from windtunnel import __version__
 from windtunnel.capacity.binding import IDLE, LIMITS, MEANING
-from windtunnel.capacity.decide import Status
+from windtunnel.capacity.decide import OVERLOADED, Status
 from windtunnel.capacity.text import (
     basis,
     binding_lines,
@@ -39,10 +39,11 @@ from windtunnel.reports.page import (
 )
 from windtunnel.reports.values import plain
 from windtunnel.sim.metrics.slo import Slo
-from windtunnel.sim.metrics.words import count, percent
+from windtunnel.sim.metrics.words import count, digits, percent
 
 if TYPE_CHECKING:
     from windtunnel.capacity.max_rate import MaxRate
+    from windtunnel.capacity.search import RateRow
 
 _TONES = {"found": "good", "near_saturation": "note", "idle_fails": "bad", "too_short": "note", "unresolved": "note"}
 _STATUS_TONES = {Status.HOLDS: "good", Status.FAILS: "bad", Status.UNDECIDED: "note", Status.TOO_SHORT: "note"}
@@ -172,7 +173,7 @@ def _command(found: MaxRate) -> str:
     entries = found.described.get("settings", ())
     own = ("seed", "objectives", "goodput")
     given = [entry for entry in entries if entry["source"] == f"{entry['key']}=" and entry["key"] not in own]
-    named = found.described["scenario"]["name"] if found.described else "SCENARIO"
+    named = found.asked_of or (found.described["scenario"]["name"] if found.described else "SCENARIO")
     parts = ["windtunnel capacity", *([] if named == "from flags" else [shlex.quote(str(named))])]
     parts += ["--set " + shlex.quote(f"{entry['key']}={_toml(entry['value'])}") for entry in given]
     parts += [f"--slo '{slo.text}'" for slo in found.objectives]
@@ -220,6 +221,7 @@ def _curve(found: MaxRate, number: int, slo: Slo) -> Figure:
     scale, unit = (1000.0, "s") if slo.unit == "ms" and slo.limit >= 2000 else (1.0, slo.unit)
     rows = [row for row in found.rows if _is_drawn(row.verdict.measured[number].estimate)]
     seen = [row.verdict.measured[number] for row in rows]
+    statuses = [_status_of(row, number) for row in rows]
     xs = [row.rate for row in rows]
     ys = [(each.estimate or 0.0) / scale for each in seen]
     top = max([slo.limit / scale, *ys])
@@ -241,10 +243,13 @@ def _curve(found: MaxRate, number: int, slo: Slo) -> Figure:
         "line": {"color": "@grey", "width": 1.2},
         "marker": {
             "size": 10,
-            "symbol": [_SYMBOLS[row.status] for row in rows],
-            "color": [_STATUS_COLOURS[row.status] for row in rows],
+            "symbol": [_SYMBOLS[status] for status in statuses],
+            "color": [_STATUS_COLOURS[status] for status in statuses],
         },
-        "customdata": [f"{_STATUS_WORDS[row.status]}, {row.verdict.num_replications} runs" for row in rows],
+        "customdata": [
+            f"{_STATUS_WORDS[status]}, {row.verdict.num_replications} runs"
+            for status, row in zip(statuses, rows, strict=True)
+        ],
         "hovertemplate": f"%{{x:,.4g}} requests/s<br>%{{y:,.4g}} {unit}<br>%{{customdata}}<extra></extra>",
         "showlegend": False,
     }
@@ -257,10 +262,18 @@ def _curve(found: MaxRate, number: int, slo: Slo) -> Figure:
         "annotations": [_limit_word(slo), *_interval_words(found)],
     }
     caption = (
-        "Filled circles hold, crosses fail, open marks are undecided or too short; bars are the bounds that decide. "
+        "Filled circles keep this objective, crosses break it or are overloaded, open marks are undecided or too "
+        "short; bars are the bounds that decide. "
         "The dashed line is the limit, the band lies between the highest rate that holds and the lowest that fails."
     )
     return Figure(f"curve-{number}", f"{slo.text} over the rate", caption, [line], layout)
+
+
+def _status_of(row: RateRow, number: int) -> Status:
+    """Whether one objective holds at that rate, be it that another one fails."""
+    verdict = row.verdict
+    is_told_by_all = row.status is Status.TOO_SHORT or verdict.overloaded_share >= OVERLOADED
+    return row.status if is_told_by_all else verdict.measured[number].status
 
 
 def _is_drawn(value: float | None) -> bool:
@@ -303,7 +316,7 @@ def _limit_word(slo: Slo) -> dict[str, Any]:
 
 
 def _interval_words(found: MaxRate) -> list[dict[str, Any]]:
-    words = [(found.rate, f"{count(found.rate)}/s", "@blue")] if found.rate is not None else []
+    words = [(found.rate, f"{digits(found.rate)}/s", "@blue")] if found.rate is not None else []
     if found.outcome == "near_saturation" and found.saturation_rate is not None:
         words.append((found.saturation_rate, "saturation", "@grey"))
     return [

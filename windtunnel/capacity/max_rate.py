@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,11 +57,13 @@ class MaxRate:
     notes: tuple[str, ...]
     described: Mapping[str, Any]
     """What was simulated, as ``Resolved.describe`` says it; empty for a search without a scenario."""
+    asked_of: str = ""
+    """The scenario as it was given, a file or the name of a bundled one; empty if it was given as an object."""
 
     @property
     def row_at_the_limit(self) -> RateRow:
         """The lowest rate that fails, which shows what gives way; the highest that was judged where none fails."""
-        return next((row for row in self.rows if row.status is Status.FAILS), self.rows[-1])
+        return _row_at_the_limit(self.rows)
 
     @property
     def other_steps(self) -> tuple[OtherSteps, ...]:
@@ -168,6 +170,7 @@ def max_rate(
         settings,
         notes=(*source.notes, *resolved.warnings),
         described=resolved.describe(),
+        asked_of=str(scenario) if isinstance(scenario, str | Path) else "",
     )
 
 
@@ -178,10 +181,11 @@ def answer(
     *,
     notes: tuple[str, ...] = (),
     described: Mapping[str, Any] | None = None,
+    asked_of: str = "",
 ) -> MaxRate:
     """What a finished search says, in words and numbers."""
     at = found.rate if found.rate is not None else found.low
-    row = next((each for each in found.rows if each.status is Status.FAILS), found.rows[-1])
+    row = _row_at_the_limit(found.rows)
     utilisation = at / found.saturation_rate if found.saturation_rate and at else None
     return MaxRate(
         rate=found.rate,
@@ -202,7 +206,13 @@ def answer(
         num_simulated_requests=simulations.num_simulated,
         notes=notes,
         described=described or {},
+        asked_of=asked_of,
     )
+
+
+def _row_at_the_limit(rows: Sequence[RateRow]) -> RateRow:
+    judged = [row for row in rows if row.status is not Status.TOO_SHORT] or rows
+    return next((row for row in judged if row.status is Status.FAILS), judged[-1])
 
 
 def _reason(found: Found, settings: Settings, row: RateRow) -> str:
@@ -228,14 +238,27 @@ def _reason(found: Found, settings: Settings, row: RateRow) -> str:
             return f"no load is low enough: even a system that is nearly idle misses {_what_fails(found.rows[0])}"
         case "too_short":
             service_s = max(each.verdict.service_s for each in found.rows)
+            longest = max(each.verdict.num_requests for each in found.rows)
             return (
-                f"runs of {max(each.verdict.num_requests for each in found.rows):,} requests are too short: requests "
-                f"take up to {digits(service_s)} s and the system was still filling up; give more (--num-requests)"
+                f"{_what_holds(found)}runs of {longest:,} requests are too short: requests take up to "
+                f"{digits(service_s)} s and the system was still filling up; give more (--num-requests)"
             )
+    undecided = [each for each in found.rows if each.status is Status.UNDECIDED]
+    if found.low and undecided:
+        rates = [count(each.rate) for each in (undecided[0], undecided[-1])]
+        where = f"at {rates[0]}/s" if len(undecided) == 1 else f"from {rates[0]} to {rates[1]}/s"
+        return (
+            f"{count(found.low)} requests/s hold with {sure}; {where} chance decides: give more replications "
+            "(--reps) or longer runs (--num-requests)"
+        )
     return (
-        "the bounds stay on both sides of the limit: give more replications (--reps), or an objective that is not met "
-        "by chance"
+        f"{_what_holds(found)}the bounds stay on both sides of the limit: give more replications (--reps), or an "
+        "objective that is not met by chance"
     )
+
+
+def _what_holds(found: Found) -> str:
+    return f"{count(found.low)} requests/s hold, but above that " if found.low else ""
 
 
 def _how_to_narrow(found: Found, settings: Settings) -> str:

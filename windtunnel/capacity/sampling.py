@@ -7,6 +7,7 @@ the ratio of the rates (*common random numbers*): what differs between the two r
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +22,7 @@ from windtunnel.sim.workload import IntArray, Segment, Workload
 if TYPE_CHECKING:
     from windtunnel.scenarios.resolve import Resolved
     from windtunnel.scenarios.schema import SyntheticWorkload
+    from windtunnel.scenarios.workloads.tenants import TenantLoad
 
 NS_PER_S = 1_000_000_000
 
@@ -30,6 +32,8 @@ class Source(Protocol):
 
     notes: tuple[str, ...]
     """What drawing decides, in sentences for people."""
+    cycle_s: float
+    """How long arrivals take to go through all that they do, over and over; 0 where each gap is like any other."""
 
     def draw(self, rate: float, seed: int, num_requests: int) -> Workload:
         """``num_requests`` requests offered at ``rate`` requests per second; the same seed draws the same ones."""
@@ -56,19 +60,25 @@ class SyntheticSource:
     """Requests drawn from the distributions of a scenario, their arrival process scaled to the rate.
 
     The gaps are those of the process itself: they are not stretched to end at num_requests / rate exactly, as
-    ``vllm bench serve`` does, because that would take out the slow part of their chance.  Raises ValueError for an
-    arrival process without a rate that stays (a ramp).
+    ``vllm bench serve`` does, because that would take out the slow part of their chance.  Tenants with rates of their
+    own keep their parts of the whole.  Raises ValueError for an arrival process without a rate that stays (a ramp).
     """
 
     def __init__(self, spec: SyntheticWorkload) -> None:
         self.spec = spec
+        process = None if spec.arrival is None else arrivals_from(spec.arrival, "arrival")
+        self.cycle_s = process.on_s + process.off_s if isinstance(process, OnOff) else 0.0
+        self._drawn: dict[tuple[int, int], Workload] = {}
+        self._own_rate = _own_rate(spec)
+        if self._own_rate is not None:
+            self.notes: tuple[str, ...] = ()
+            return
         arrivals_at(spec, 1.0)
         is_burst = spec.arrival is None and spec.request_rate in (None, math.inf)
         if is_burst or (spec.arrival is not None and isinstance(arrivals_from(spec.arrival), AtOnce)):
-            self.notes: tuple[str, ...] = (_NO_RATE,)
+            self.notes = (_NO_RATE,)
         else:
             self.notes = ()
-        self._drawn: dict[tuple[int, int], Workload] = {}
 
     def __reduce__(self) -> tuple[type[SyntheticSource], tuple[SyntheticWorkload]]:
         return type(self), (self.spec,)
@@ -78,6 +88,8 @@ class SyntheticSource:
         _check_rate(rate)
         base = self._base(seed, num_requests)
         conversations = int((base.previous < 0).sum())
+        if self._own_rate is not None:
+            return _stretched(base, self._own_rate * len(base) / conversations / rate)
         return with_arrivals(base, arrivals_at(self.spec, rate * conversations / len(base)), seed)
 
     def _base(self, seed: int, num_requests: int) -> Workload:
@@ -96,6 +108,45 @@ _NO_RATE = (
 _MOST_KEPT = 64
 
 
+def _own_rate(spec: SyntheticWorkload) -> float | None:
+    """Requests (or conversations) per second of tenants with arrivals of their own, together; None without such."""
+    from windtunnel.scenarios.workloads.tenants import tenants_from
+
+    loads = tenants_from(spec.tenants) if spec.tenants else {}
+    if not any(load.has_arrivals for load in loads.values()):
+        return None
+    for name, load in loads.items():
+        if load.request_rate is None or math.isinf(load.request_rate) or load.start_s:
+            raise ValueError(
+                f"the arrivals of tenant {name} have no rate that stays: give each tenant a finite request_rate (with "
+                "burstiness) from the start on, or a share of all requests"
+            )
+    return sum(load.request_rate or 0.0 for load in loads.values())
+
+
+def _by_own_rates(tenants: Mapping[str, Any], num_requests: int) -> dict[str, TenantLoad]:
+    """The same tenants with their parts, by rate, of so many requests, and gaps that are not stretched."""
+    from windtunnel.scenarios.workloads.tenants import num_requests_of, tenants_from
+
+    loads = {name: replace(load, num_requests=None) for name, load in tenants_from(tenants).items()}
+    return {
+        name: replace(
+            load,
+            arrival=Gamma(load.request_rate or 0.0, 1.0 if load.burstiness is None else load.burstiness),
+            request_rate=None,
+            burstiness=None,
+            num_requests=max(number, 1),
+        )
+        for (name, load), number in zip(loads.items(), num_requests_of(loads, num_requests), strict=True)
+    }
+
+
+def _stretched(base: Workload, factor: float) -> Workload:
+    """First turns so many times as late."""
+    stretched = np.rint(base.arrival_ns * factor).astype(np.int64)
+    return replace(base, arrival_ns=np.where(base.previous < 0, stretched, -1))
+
+
 def _drawn(spec: SyntheticWorkload, seed: int, num_requests: int) -> Workload:
     from windtunnel.scenarios.workloads.synthetic import synthetic_workload
 
@@ -111,7 +162,7 @@ def _drawn(spec: SyntheticWorkload, seed: int, num_requests: int) -> Workload:
         sessions=sessions,
         max_tokens=spec.max_tokens,
         priorities=priorities,
-        tenants=spec.tenants,
+        tenants=spec.tenants if _own_rate(spec) is None else _by_own_rates(spec.tenants or {}, num_requests),
     )
     if spec.request_timeout is None:
         return drawn
@@ -153,6 +204,7 @@ class TraceSource:
 
     workload: Workload
     notes: tuple[str, ...] = ()
+    cycle_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not len(self.workload):

@@ -17,7 +17,7 @@ after twice, at 0.99 after four times that many requests).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf, isfinite, log, sqrt
 from typing import Any
 
@@ -39,12 +39,17 @@ With 30 % of them left out as the ramp, the mean wait of what is counted is then
 that of a steady state, at rho = 0.7 as well as at 0.9 (20,000 replications of Lindley's recursion); with all of them
 counted it is 7 % too low, and with five times as many requests, in place of eight, still 2 to 3 % after the ramp.
 """
+NUM_CYCLES = 10
+"""Arrivals that come and go (on_off) go through so many of their cycles in a run: fewer are chance, or not even one."""
 MAX_RHO = 0.97
 """Largest utilisation that is tried: the saturation rate itself is known within about 3 %."""
 LONGEST = 8
 """A run has at most so many times the requests asked for."""
 IDLE_RHO = 0.02
 """Utilisation at which a system counts as idle: hardly any request meets another one."""
+NUM_RARE = 10
+"""As many of the requests that an objective is about (those beyond a percentile, those that may be bad) are expected in
+all replications together, at its limit."""
 MAX_RATES = 24
 
 
@@ -87,17 +92,20 @@ class Settings:
         return 1 - (1 - self.confidence) / len(self.looks)
 
     def check_percentiles(self, objectives: tuple[Slo, ...]) -> None:
-        """Raise ValueError for a percentile that all replications together are too short for."""
+        """Raise ValueError for a percentile, or a share of requests, that all replications are too short for."""
         most = int(self.max_replications * self.num_requests * (1 - RAMP_SHARE))
         for slo in objectives:
-            if slo.percent is not None and slo.percent < 100:
-                needed = ceil(10 / (1 - slo.percent / 100) - 1e-6)
-                if most < needed:
-                    raise ValueError(
-                        f"{slo.text}: {self.max_replications} replications of {self.num_requests:,} requests count "
-                        f"{most:,}, too few for {slo.statistic}, which needs {needed:,}: give more requests "
-                        "(--num-requests) or more replications (--reps)"
-                    )
+            rare = rare_share(slo)
+            if rare is None:
+                continue
+            needed = ceil(NUM_RARE / rare - 1e-6)
+            if most < needed:
+                what = slo.statistic if slo.percent is not None else f"a share of {100 * rare:.4g} %"
+                raise ValueError(
+                    f"{slo.text}: {self.max_replications} replications of {self.num_requests:,} requests count "
+                    f"{most:,}, too few for {what}, which needs {needed:,}: give more requests "
+                    "(--num-requests) or more replications (--reps)"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +207,8 @@ class Search:
             return "idle_fails" if statuses[0] is Status.FAILS else "unresolved"
         if Status.TOO_SHORT in statuses:
             return "too_short"
-        reached_top = top is not None and max(self._rows) >= top * (1 - 1e-9)
-        return "near_saturation" if reached_top and low > 0 else "unresolved"
+        is_near = top is not None and low * (1 + min(self._settings.precision, 0.1)) >= top
+        return "near_saturation" if is_near else "unresolved"
 
     def judge(self, rate: float) -> RateRow:
         """Simulate a rate until it is decided or the cap on replications is reached."""
@@ -227,15 +235,22 @@ class Search:
             verdict = decide(evaluations, self._simulations.evaluator.objectives, settings.confidence_of_a_look)
             if verdict.status is not Status.UNDECIDED:
                 break
+        if num_requests < self._cycles(rate):
+            return replace(verdict, status=Status.TOO_SHORT)
         return verdict
+
+    def _cycles(self, rate: float) -> int:
+        """Requests of NUM_CYCLES cycles of the arrivals."""
+        return ceil(NUM_CYCLES * self._simulations.source.cycle_s * rate)
 
     def _num_requests(self, rate: float) -> int:
         """As many as asked for, or as many as a queue at this utilisation needs to forget its start."""
         rho, asked = self._rho(rate), self._settings.num_requests
+        asked = max(asked, min(self._cycles(rate), LONGEST * asked))
         if rho is None or rho >= 1:
             return asked
         needed = ceil(NUM_RELAXATIONS * self._noise / (1 - rho) ** 2)
-        return max(asked, min(needed, LONGEST * asked))
+        return max(asked, min(needed, LONGEST * self._settings.num_requests))
 
     def _rho(self, rate: float) -> float | None:
         return None if self._saturation is None else rate / self._saturation
@@ -248,6 +263,9 @@ class Search:
 
     def _next(self, top: float | None) -> float | None:
         low, high = self._low(), self._high()
+        short = min((rate for rate, row in self._rows.items() if row.status is Status.TOO_SHORT), default=None)
+        if short is not None and low == 0.0 and short == min(self._rows):
+            return self._lower(short)  # a run is the longer the lower the rate
         if high is None:
             return self._higher(low, top)
         if low == 0.0:
@@ -256,6 +274,9 @@ class Search:
 
     def _higher(self, low: float, top: float | None) -> float | None:
         """Nothing failed so far: up to the top, or twice as high where nobody knows the top."""
+        short = [rate for rate, row in self._rows.items() if row.status is Status.TOO_SHORT]
+        if short:  # at higher rates runs are shorter still
+            return _middle(low, min(short), max(self._settings.precision, 0.2)) if low > 0 else None
         tried = max(self._rows)
         if top is None:
             return 2 * tried if tried < 64 * self._scale else None
@@ -314,6 +335,15 @@ class Search:
             return (below.rate + above.rate) / 2
         share = -log(margins[0]) / (log(margins[1]) - log(margins[0]))
         return below.rate + share * (above.rate - below.rate)
+
+
+def rare_share(slo: Slo) -> float | None:
+    """Share of the requests that may be beyond the percentile, not good, or failed; None for other objectives."""
+    if slo.percent is not None and slo.percent < 100:
+        return 1 - slo.percent / 100
+    if slo.metric == "goodput":
+        return 1 - slo.limit / 100
+    return slo.limit / 100 if slo.metric == "failed" else None
 
 
 def _middle(low: float, high: float, precision: float) -> float | None:

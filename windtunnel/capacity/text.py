@@ -71,6 +71,8 @@ def headline(found: MaxRate) -> str:
         return f"At least {digits(found.low)} requests/s within {asked}, close to saturation"
     if found.outcome == "idle_fails":
         return f"No rate is within {asked}"
+    if found.low:
+        return f"At least {digits(found.low)} requests/s within {asked}"
     return f"No answer for {asked}"
 
 

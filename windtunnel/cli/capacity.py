@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,11 +90,11 @@ def capacity(
     """
     if as_json and markdown:
         raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
+    overrides = _overrides(settings or (), slo, goodput)
     if html is not None:
         from windtunnel.rundir import check_can_write_file
 
-        check_can_write_file(html)
-    overrides = _overrides(settings or (), slo, goodput)
+        check_can_write_file(html, inputs=(scenario, *_texts(overrides)))
     found = _searched(
         scenario,
         overrides,
@@ -115,6 +116,18 @@ def capacity(
     _print(found, as_json=as_json, markdown=markdown)
     if found.outcome == "idle_fails":
         raise typer.Exit(EXIT_SLO_BREACHED)
+
+
+def _texts(given: Any) -> Iterator[str]:
+    """All texts in the values of settings, whichever of them names a file that is read."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, Mapping):
+        for value in given.values():
+            yield from _texts(value)
+    elif isinstance(given, list):
+        for value in given:
+            yield from _texts(value)
 
 
 def _overrides(settings: Iterable[str], slo: list[str] | None, goodput: list[str] | None) -> dict[str, Any]:
@@ -154,7 +167,8 @@ def _searched(
     resolved = load_deployment(scenario, overrides, asked["seed"])
     try:
         with Workers(jobs, ray=ray) as workers:
-            return max_rate(resolved, workers=workers, tell=None if quiet else _tell, **asked)
+            found = max_rate(resolved, workers=workers, tell=None if quiet else _tell, **asked)
+            return replace(found, asked_of=scenario or "")
     except ValueError as error:
         raise (error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error))) from None
 

@@ -13,6 +13,7 @@ from windtunnel.workers.jobs import load_function, result_text
 
 MAX_ATTEMPTS = 3
 """So often a call is given to a process; if all of them die of it, it is the call's fault."""
+LOST = "a result is awaited that nobody works for: its call was lost to an error before"
 
 
 class Outcome(NamedTuple):
@@ -98,8 +99,11 @@ def perform(function: str, argument: Any, as_text: bool) -> Outcome:
     began_s = time.perf_counter()
     try:
         value = result_text(function, argument) if as_text else load_function(function)(argument)
-    except BaseException as error:
+    except (Exception, KeyboardInterrupt) as error:
         return Outcome(None, error, traceback.format_exc(), time.perf_counter() - began_s)
+    except BaseException as error:  # SystemExit would end, without a word, who asked for the call
+        failed = JobFailed(f"{function} raised {type(error).__name__}: {error}")
+        return Outcome(None, failed, traceback.format_exc(), time.perf_counter() - began_s)
     return Outcome(value, None, "", time.perf_counter() - began_s)
 
 
@@ -114,3 +118,13 @@ def packed(outcome: Outcome) -> bytes:
         message = f"{type(told).__name__}: {told}"
         return pickle.dumps(Outcome(None, JobFailed(message), outcome.traceback, outcome.elapsed_s))
     return data
+
+
+def unpacked(data: bytes) -> Outcome:
+    """What another process answers; a JobFailed where this process cannot read it, as where its code is another."""
+    try:
+        outcome: Outcome = pickle.loads(data)
+    except Exception as error:
+        told = JobFailed(f"what a worker answered cannot be read here: {type(error).__name__}: {error}")
+        return Outcome(None, told, "", 0.0)
+    return outcome

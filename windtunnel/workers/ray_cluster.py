@@ -9,7 +9,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from windtunnel.workers.calls import MAX_ATTEMPTS, Call, Outcome, packed, perform
+from windtunnel.workers.calls import LOST, MAX_ATTEMPTS, Call, Outcome, packed, perform, unpacked
 from windtunnel.workers.errors import BadRayAddress, RayMissing, RayUnreachable, WorkerDied
 from windtunnel.workers.jobs import content_version
 
@@ -47,9 +47,13 @@ class RayCluster:
         self._calls[reference] = call
 
     def wait(self) -> None:
-        """Until a call is delivered, whatever dies and is done again on the way."""
-        while self._calls and not self._collect(None):
-            pass
+        """Until a call is delivered, whatever dies and is done again on the way.
+
+        Raises WorkerDied if nothing will ever be.
+        """
+        while not self._collect(None):
+            if not self._calls:
+                raise WorkerDied(LOST)
 
     def poll(self) -> None:
         """Deliver what Ray has ready."""
@@ -86,7 +90,7 @@ class RayCluster:
     def _outcome(self, reference: Any, call: Call) -> Outcome | None:
         """None if the worker died and the call is to be done again."""
         try:
-            outcome: Outcome = pickle.loads(self._ray.get(reference))
+            outcome = unpacked(self._ray.get(reference))
         except self._ray.exceptions.RayTaskError as error:
             return Outcome(None, RayUnreachable(f"a node of the cluster cannot do the work: {error.cause}"), "", 0.0)
         except self._ray.exceptions.RayError as error:

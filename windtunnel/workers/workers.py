@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from windtunnel.workers.calls import Call, Outcome, Pool, RemoteTraceback
+from windtunnel.workers.errors import WorkerDied
 from windtunnel.workers.in_process import InProcess
 from windtunnel.workers.jobs import Done, Job
 from windtunnel.workers.machine import usable_cpus
@@ -97,6 +98,8 @@ class Workers:
         try:
             for number in range(len(calls)):
                 while True:
+                    if pool not in (self._pool, self._alone):
+                        raise WorkerDied("the workers were closed before all results were taken: take them before")
                     last = min(len(calls), number + WINDOW, batch.first_failed)
                     while num_begun < last and pool.has_room:
                         pool.submit(Call(batch, num_begun, *calls[num_begun], as_text))
