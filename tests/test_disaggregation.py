@@ -390,6 +390,13 @@ def test_blocks_of_two_sizes_do_not_fit_each_other() -> None:
         Fleet((pool("prefill"), other), transfer=KvTransfer(1e9))
 
 
+def test_a_prompt_that_one_role_takes_the_other_takes_too() -> None:
+    shorter = replace(ENGINE, max_model_len=ENGINE.max_model_len // 2)
+    other = Pool("d", System(shorter, COST), role="decode", kv_bytes_per_token=1)
+    with pytest.raises(ValueError, match="max_model_len must be the same in prefill and decode pools, got"):
+        Fleet((pool("prefill"), other), transfer=KvTransfer(1e9))
+
+
 def test_a_prefill_replica_needs_room_for_prompts_only() -> None:
     narrow = replace(ENGINE, num_gpu_blocks=12)
     load = workload([0], [160], [200])

@@ -151,9 +151,10 @@ class Fleet:
             )
         if self.faults:
             raise ValueError("faults of fleets with prefill and decode roles are not modelled: leave faults out")
-        sizes = {pool.system.config.block_size for pool in self.pools if pool.role != "mixed"}
-        if len(sizes) > 1:
-            raise ValueError(f"block_size must be the same in prefill and decode pools, got {sorted(sizes)}")
+        for name in ("block_size", "max_model_len"):
+            sizes = {getattr(pool.system.config, name) for pool in self.pools if pool.role != "mixed"}
+            if len(sizes) > 1:
+                raise ValueError(f"{name} must be the same in prefill and decode pools, got {sorted(sizes)}")
 
     def _check_places(self, pool: Pool) -> None:
         most = pool.most_replicas
