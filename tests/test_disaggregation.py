@@ -277,7 +277,7 @@ def test_what_the_decode_replica_has_cached_is_not_copied_again() -> None:
 def test_a_request_preempted_while_it_decodes_is_computed_again_there() -> None:
     """Its cache does not move a second time."""
     tight = SchedulerConfig(
-        max_num_seqs=4, num_gpu_blocks=24, max_num_batched_tokens=512, max_model_len=512, enable_prefix_caching=False
+        max_num_seqs=4, num_gpu_blocks=24, max_num_batched_tokens=512, max_model_len=4_096, enable_prefix_caching=False
     )
     load = workload([0, 0], [150, 150], [120, 120])
     records = serve(load, fleet(ENGINE, tight))
