@@ -111,8 +111,10 @@ def pareto_figure(told: Told) -> Figure | None:
     caption = (
         "Whole fleets as simulated; left and low is better. The larger the mark, the more requests per second the "
         "fleet carries within the objectives; open marks miss one of them. The dashed line is the limit; the dotted "
-        "one joins fleets that no other beats in cost, latency and load together."
+        "one joins fleets that hold and that no other beats in cost, latency and load together."
     )
+    if told["spare_replicas"]:
+        caption += " Costs are those with the spare replicas; latencies and loads those without."
     return Figure("pareto", "Cost, latency and throughput", caption, data, layout, tall=True)
 
 

@@ -132,13 +132,7 @@ def _bounds(room: Told) -> str:
 
 
 def _warnings(told: Told) -> Iterator[str]:
-    shown = list(told["warnings"])
-    other = told["uncalibrated_alternative"]
-    if other is not None:
-        shown.append(
-            f"Uncalibrated, so kept apart: {words.size_of(other)}, {words.money(other['cost_per_hour'], told)} an hour "
-            "by the roofline. Measure it before you believe it."
-        )
+    shown = [*told["warnings"], *words.apart_sentence(told)]
     if shown:
         yield f'<div class="warnings" role="note">{"".join(f"<p>{escape(text)}</p>" for text in shown)}</div>'
 
@@ -172,7 +166,7 @@ def _cost(told: Told) -> Iterator[str]:
         "share of the GPUs' busy time: what prompt chunks add to the steps is the input's.</p>"
     )
     rows = [[cell(name), cell(one, "number"), cell(more, "number")] for name, one, more in words.cost_rows(told)]
-    yield from table(("What", "As recommended", "One replica more"), rows, "snug stack")
+    yield from table(words.cost_heads(told), rows, "snug stack")
     yield "</section>"
 
 

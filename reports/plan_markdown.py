@@ -21,10 +21,11 @@ def _parts(told: Told) -> Iterator[str]:
     yield "\n".join(f"- {text}" for text in words.first_sentences(told))
     yield "\n".join(f"> **Warning:** {text}" for text in told["warnings"])
     if told["recommended"] is not None:
+        yield "\n".join(_statement(told))
         yield f"```sh\n{told['serve_command']}\n```"
         yield _table(words.RUNNER_UP_HEADS, words.runner_up_rows(told))
         yield "### Cost"
-        yield _table(("What", "As recommended", "One replica more"), words.cost_rows(told))
+        yield _table(words.cost_heads(told), words.cost_rows(told))
         yield "### Room"
         yield _table(("What", "How much", "Remark"), words.room_rows(told))
         yield "### What if"
@@ -44,7 +45,7 @@ def _parts(told: Told) -> Iterator[str]:
         yield _folded(f"{len(pruned)} that are not the answer", _table(("Deployment", "Kind", "Why"), pruned))
     yield "### How it was found"
     yield _table(("What", "Value"), words.asked_rows(told))
-    yield "\n".join(f"- {text}" for text in (*words.how_sentences(told), *_statement(told), *told["notes"]))
+    yield "\n".join(f"- {text}" for text in (*words.how_sentences(told), *told["notes"]))
     if told["reproduce"]:
         yield f"```sh\n{told['reproduce']}\n```"
     yield f"windtunnel {told['windtunnel_version']}"

@@ -24,6 +24,7 @@ def plan_text(told: Told) -> str:
     parts += ["\n".join(_wrapped(f"WARNING: {text}", "         ")) for text in told["warnings"]]
     best = told["recommended"]
     if best is not None:
+        parts.append("\n".join(line for text in best["statement"] for line in _wrapped(text)))
         parts += list(_of_the_best(told))
     parts.append(_candidates(told))
     parts.append(_pruned(told))
@@ -35,26 +36,17 @@ def plan_text(told: Told) -> str:
 
 
 def _of_the_best(told: Told) -> Iterator[str]:
-    best = told["recommended"]
     yield _titled("vllm serve, each replica", [(told["serve_command"],)], wide=True)
     if told["runners_up"]:
         yield _titled("Fleets that hold", words.runner_up_rows(told))
-    yield _titled("Cost (as recommended, and with one replica more)", words.cost_rows(told))
+    yield _titled("Cost", [("", *words.cost_heads(told)[1:]), *words.cost_rows(told)])
     yield _titled("Room", words.room_rows(told))
     yield _titled("What if", words.risk_rows(told))
     yield _titled("Peak and mean", words.peak_rows(told))
     if told["growth"]:
         heads = [["month", "load", "replicas", "GPUs", "cost an hour", "cheaper then"]]
         yield "\n".join(_wrapped(words.growth_sentence(told))) + "\n" + _titled("", heads + words.growth_rows(told))
-    other = told["uncalibrated_alternative"]
-    if other is not None:
-        text = (
-            f"Uncalibrated, so kept apart: {words.size_of(other)}, {words.money(other['cost_per_hour'], told)} an hour "
-            "by the roofline. Measure it before you believe it."
-        )
-        yield "\n".join(_wrapped(text))
-    if best["statement"]:
-        yield "\n".join(line for text in best["statement"] for line in _wrapped(text))
+    yield "\n".join(line for text in words.apart_sentence(told) for line in _wrapped(text))
 
 
 def _candidates(told: Told) -> str:

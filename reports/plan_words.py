@@ -15,6 +15,7 @@ KINDS = {
     "refused": "refused",
     "uncalibrated": "uncalibrated",
     "too_slow_alone": "too slow alone",
+    "too_many": "too many replicas",
     "dearer_by_bound": "dearer by bound",
     "never_holds": "never holds",
 }
@@ -57,10 +58,12 @@ def interval(told: Told | None, num_digits: int = 3) -> str:
     return f"{digits(told['mean'], num_digits)}{bounds}"
 
 
-def size_of(row: Told) -> str:
-    """``9 replicas of 4 x H100-SXM (TP 4)``."""
+def size_of(row: Told, spare: int = 0) -> str:
+    """``9 replicas of 4 x H100-SXM (TP 4)``, with spare ones ``9 + 1 replicas``."""
     number = row["num_replicas"]
     what = "replicas" if number is None else plural(number, "replica")
+    if number is not None and spare:
+        what = f"{number:,} + {spare:,} replicas"
     return f"{what} of {row['label']}"
 
 
@@ -86,11 +89,16 @@ def headline(told: Told) -> str:
     """The answer in one sentence."""
     best = told["recommended"]
     if told["verdict"] == "nothing_fits":
-        return "No deployment starts: nothing fits."
+        kinds = {each["kind"] for each in told["refused"]}
+        return f"No deployment starts: {'nothing fits' if kinds & {'does_not_fit', 'unsafe'} else 'all are refused'}."
     if best is None:
         return "No deployment keeps the objectives."
     number = best["num_replicas"] + told["spare_replicas"]
-    cost = f": {money(best['cost_per_hour'], told)} an hour" if told["has_prices"] else f": {best['num_gpus']:,} GPUs"
+    cost = (
+        f": {money(best['cost_per_hour'], told)} an hour"
+        if told["has_prices"]
+        else f": {plural(best['num_gpus'], 'GPU')}"
+    )
     return f"{plural(number, 'replica')} of {best['label']}{cost}."
 
 
@@ -113,7 +121,7 @@ def first_sentences(told: Told) -> Iterator[str]:
     yield _room_sentence(told, best)
     yield from _failure_sentence(told, best)
     yield from _equal_sentence(told)
-    yield from _noise_sentence(best)
+    yield from _noise_sentence(told, best)
 
 
 def _why_nothing(told: Told) -> Iterator[str]:
@@ -169,7 +177,10 @@ def _binds_sentence(best: Told) -> str:
 
 def _room_sentence(told: Told, best: Told) -> str:
     room, demand = best["headroom"], told["demand"]
-    text = f"It carries {interval(room)} times this load before it misses an objective"
+    worst, spare = best["worst"], told["spare_replicas"]
+    it = f"Without {_the_spare(spare)} it" if spare else "It"
+    nearest = f" (nearest now: {worst})" if worst and len(told["asked"]["objectives"]) > 1 else ""
+    text = f"{it} carries {interval(room)} times this load before it misses an objective{nearest}"
     if not demand["peak_rates"]:
         return f"{text}."
     return (
@@ -186,58 +197,84 @@ def _window(demand: Told) -> str:
 def _failure_sentence(told: Told, best: Told) -> Iterator[str]:
     down, extra = best["one_down"], best["redundant"]
     spare = told["spare_replicas"]
+    cost = f", {money(extra['cost_per_hour'], told)} an hour" if told["has_prices"] else ""
+    redundant = f" N+1 takes {plural(extra['num_replicas'], 'replica')}{cost}."
     if spare:
+        redundant = ""
         yield (
             f"{plural(spare, 'spare replica')} included: {plural(best['num_replicas'], 'replica')} keep the objectives "
             "by themselves."
         )
-        return
-    cost = f", {money(extra['cost_per_hour'], told)} an hour" if told["has_prices"] else ""
-    redundant = f"N+1 takes {plural(extra['num_replicas'], 'replica')}{cost}."
     if down is None:
-        yield f"There is one replica only: if it fails nothing is served. {redundant}"
+        yield f"There is one replica only: if it fails nothing is served.{redundant}"
     elif down["num_held"] == down["num_replications"]:
-        yield f"With one replica down the objectives still hold. {redundant}"
+        yield f"With one replica down the objectives still hold.{redundant}"
     else:
         missed = ", ".join(
             f"{row['text']}: {spread(row)}" for row in down["objectives"] if row["text"] in down["missed"]
         )
         held = f" (held in {down['num_held']} of {down['num_replications']})" if down["num_held"] else ""
-        yield f"If one replica fails, it misses {missed}{held}. {redundant}"
+        yield f"If one replica fails, it misses {missed}{held}.{redundant}"
 
 
 def _equal_sentence(told: Told) -> Iterator[str]:
     if told["equal"]:
-        best = told["recommended"]
-        listed = "; ".join(f"{_apart(best, row)} ({money(row['cost_per_hour'], told)})" for row in told["equal"])
+        best, spare = told["recommended"], told["spare_replicas"]
+        listed = "; ".join(f"{_apart(best, row, spare)} ({money(row['cost_per_hour'], told)})" for row in told["equal"])
         yield f"Within noise of it: {listed}."
 
 
 _KNOBS = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
 
 
-def _apart(best: Told, row: Told) -> str:
+def _apart(best: Told, row: Told, spare: int) -> str:
     """Another fleet, by what it has otherwise than the recommended one."""
     if row["label"] != best["label"]:
-        return size_of(row)
+        return size_of(row, spare)
     turned = ", ".join(f"{name} {row[name]:,}" for name in _KNOBS if row[name] != best[name])
     number = row["num_replicas"]
     return f"{turned} with {'as many' if number == best['num_replicas'] else number} replicas"
 
 
-def _noise_sentence(best: Told) -> Iterator[str]:
+def _the_spare(number: int) -> str:
+    return "the spare replica" if number == 1 else f"the {number:,} spare replicas"
+
+
+def apart_sentence(told: Told) -> Iterator[str]:
+    """The cheapest without a calibrated profile, where they were tried."""
+    other, spare = told["uncalibrated_alternative"], told["spare_replicas"]
+    if other is not None:
+        yield (
+            f"Uncalibrated, so kept apart: {size_of(other, spare)}, {money(other['cost_per_hour'], told)} an hour by "
+            "the roofline. Measure it before you believe it."
+        )
+
+
+def _noise_sentence(told: Told, best: Told) -> Iterator[str]:
     low, high = best["size_within_noise"]["low"], best["size_within_noise"]["high"]
     if low != high:
-        yield f"Other draws of the same load may ask for {low} to {high} replicas: a difference of that size is noise."
+        spare = told["spare_replicas"]
+        safe = "" if high == best["num_replicas"] else f" {high + spare:,} in all is the safe choice."
+        beside = f" beside {_the_spare(spare)}" if spare else ""
+        yield (
+            f"Other draws of the same load may ask for {low} to {high} replicas{beside}: a difference of that size is "
+            f"noise.{safe}"
+        )
 
 
 # --- tables
 
 
+def cost_heads(told: Told) -> tuple[str, str, str]:
+    """Of the table of costs: beside what is recommended, one replica more, or, with spare ones, without them."""
+    spare = told["spare_replicas"]
+    return "What", "As recommended", f"Without {_the_spare(spare)}" if spare else "One replica more"
+
+
 def cost_rows(told: Told) -> list[tuple[str, str, str]]:
-    """Name, as recommended, with one replica more."""
+    """What, as recommended, and as the third of ``cost_heads`` says."""
     best = told["recommended"]
-    one, more = best["bill"], best["redundant"]["bill"]
+    one, more = best["bill"], (best["needed_alone"] or best["redundant"])["bill"]
     rows = [("GPUs", f"{one['num_gpus']:,}", f"{more['num_gpus']:,}")]
     if told["has_prices"]:
         rows += [
@@ -285,7 +322,7 @@ def candidate_cells(told: Told, row: Told) -> list[str]:
         f"{row['max_num_batched_tokens']:,}",
         f"{row['gpu_memory_utilization']:g}",
         interval(row["replicas_needed"]),
-        NOTHING if row["num_replicas"] is None else f"{row['num_replicas']:,}",
+        _fleet_cell(row, told["spare_replicas"]),
         money(row["cost_per_hour"], told)
         if told["has_prices"]
         else (f"{row['num_gpus']:,}" if row["num_gpus"] else NOTHING),
@@ -294,15 +331,28 @@ def candidate_cells(told: Told, row: Told) -> list[str]:
     ]
 
 
+def _fleet_cell(row: Told, spare: int) -> str:
+    number = row["num_replicas"]
+    if number is None:
+        return NOTHING
+    return f"{number:,} + {spare:,}" if spare else f"{number:,}"
+
+
 RUNNER_UP_HEADS = ("Fleet", "Knobs", "An hour", "Measured", "Verdict")
 
 
 def runner_up_rows(told: Told) -> list[list[str]]:
     """Whole fleets beside the recommended one: deployment, knobs, cost, what comes of it."""
-    best = told["recommended"]
+    best, spare = told["recommended"], told["spare_replicas"]
     verdicts = [(best, "recommended"), *((row, row["why_not"]) for row in told["runners_up"])]
     return [
-        [size_of(row), knobs_of(row), money(row["cost_per_hour"], told), _objectives(row), verdict]
+        [
+            size_of(row, spare),
+            knobs_of(row),
+            money(row["cost_per_hour"], told),
+            _objectives(row),
+            verdict,
+        ]
         for row, verdict in verdicts
     ]
 
@@ -316,12 +366,13 @@ def _objectives(row: Told) -> str:
 
 def room_rows(told: Told) -> list[tuple[str, str, str]]:
     """Head-room: what, how much, and what it is."""
-    best = told["recommended"]
+    best, spare = told["recommended"], told["spare_replicas"]
+    fleet = f"{plural(best['num_replicas'], 'replica')}, the spare left out" if spare else "whole fleet"
     rows = [
         (
             "load until an objective is missed",
             f"{interval(best['headroom'])} x",
-            "whole fleet, this workload faster and faster",
+            f"{fleet}, this workload faster and faster",
         ),
         (
             "requests/s of one replica",
@@ -370,20 +421,21 @@ def risk_rows(told: Told) -> list[tuple[str, str]]:
                 f"{'still holds' if crash['holds'] else 'misses'} over the whole workload: {values}; {anew}",
             )
         )
-    slower = best["slower"]
+    slower, spare = best["slower"], told["spare_replicas"]
+    without = f", without {_the_spare(spare)}" if spare else ""
     if slower is not None:
         values = ", ".join(f"{row['text']}: {measured(row['measured'], row['unit'])}" for row in slower["objectives"])
         takes = (
             ""
             if slower["holds"] or slower["num_replicas"] is None
             else (
-                f"; it then takes about {slower['num_replicas']} replicas, "
+                f"; it then takes about {plural(slower['num_replicas'] + told['spare_replicas'], 'replica')}, "
                 f"{money(slower['cost_per_hour'], told)} an hour"
             )
         )
         rows.append(
             (
-                f"every step {slower['percent']:.1f} % longer (the profile's error, nine steps of ten)",
+                f"every step {slower['percent']:.1f} % longer (the profile's error, nine steps of ten){without}",
                 f"{'still holds' if slower['holds'] else 'misses'}: {values}{takes}",
             )
         )
@@ -391,11 +443,14 @@ def risk_rows(told: Told) -> list[tuple[str, str]]:
         missed = [each for each in row["objectives"] if not each["passed"]]
         if missed:
             listed = ", ".join(f"{each['text']}: {measured(each['measured'], each['unit'])}" for each in missed)
-            rows.append((f"{plural(row['num_replicas'], 'replica')} in its place", f"misses {listed}"))
+            rows.append((f"{plural(row['num_replicas'], 'replica')} in all", f"misses {listed}"))
     worst = (best["fleet"] or {}).get("worst_minute_ms") or {}
     if worst.get("ttft") is not None:
         rows.append(
-            ("in the worst minute", f"TTFT p99 {milliseconds(worst['ttft'])}, E2EL p99 {milliseconds(worst['e2el'])}")
+            (
+                f"in the worst minute{without}",
+                f"TTFT p99 {milliseconds(worst['ttft'])}, E2EL p99 {milliseconds(worst['e2el'])}",
+            )
         )
     return rows
 

@@ -22,6 +22,7 @@ from windtunnel.planning.load import Growth, dealt, dealt_several, demand_of, pa
 from windtunnel.planning.money import bill_of
 from windtunnel.planning.offers import Offer, read_offers
 from windtunnel.planning.outputs import toml_text
+from windtunnel.planning.search import Tried, next_size, smallest_that_holds
 from windtunnel.sim.rng import stream
 from windtunnel.sim.workload import Workload, workload
 
@@ -48,6 +49,7 @@ def test_a_price_stands_behind_the_name_of_its_card() -> None:
         (["h100-sxm=2", "l40s"], [], "no price for L40S"),
         (["h100-sxm=2"], ["l40s=300"], "which is not offered"),
         (["h100-sxm=2"], ["h100-sxm=much"], "NAME=WATTS"),
+        (["h100-sxm=2"], ["h100-sxm=100", "h100=200"], "given twice"),
         (["h100-sxm=2"], ["h100-sxm=700:120"], "must not exceed that when busy"),
     ],
 )
@@ -519,3 +521,215 @@ def test_every_key_of_the_json_is_described(planned: Plan) -> None:
     page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text("utf-8")
     said_of_itself = {"windtunnel_version", "schema_version", "currency", "has_prices", "spare_replicas"}
     assert [key for key in planned.told if f"`{key}`" not in page and key not in said_of_itself] == []
+
+
+# --- what a reviewer found
+
+
+@pytest.fixture(scope="module")
+def with_spare() -> Plan:
+    return small_plan(
+        scenario(workload={"request_rate": 300, "num_requests": 900}), growth="10%/month", spare_replicas=1
+    )
+
+
+def test_a_spare_replica_is_there_when_one_fails(with_spare: Plan, planned: Plan) -> None:
+    best, without = with_spare.recommended, planned.recommended
+    assert best is not None
+    assert without is not None
+    assert best["num_replicas"] == without["num_replicas"]
+    assert best["one_down"]["num_replicas"] == best["num_replicas"]
+    assert best["one_down"]["num_held"] == best["one_down"]["num_replications"]
+    assert best["crash"]["holds"]
+    assert not without["crash"]["holds"]
+    for text in (with_spare.text(), with_spare.markdown()):
+        assert "With one replica down the objectives still hold." in text
+        assert f"one replica down ({best['num_replicas']} left)" in text
+
+
+def test_the_price_of_a_fleet_is_that_of_the_replicas_it_is_told_with(with_spare: Plan) -> None:
+    best = with_spare.recommended
+    assert best is not None
+    needed = best["num_replicas"]
+    assert best["needed_alone"]["cost_per_hour"] == pytest.approx(0.9 * needed)
+    assert best["redundant"]["cost_per_hour"] == best["cost_per_hour"] == pytest.approx(0.9 * (needed + 1))
+    text = with_spare.text()
+    assert "Without the spare replica" in text
+    assert "One replica more" not in text
+    assert f" {needed} + 1 " in text
+
+
+def test_the_profile_and_its_error_are_told_before_the_tables(planned: Plan) -> None:
+    best = planned.recommended
+    assert best is not None
+    said = best["statement"][0][:30]
+    assert planned.text().index(said) < planned.text().index("vllm serve")
+    assert planned.markdown().index(said) < planned.markdown().index("vllm serve")
+
+
+LONG_PROMPTS: dict[str, Any] = {
+    "workload": {"request_rate": 20, "num_requests": 150, "input": 1000, "output": 20},
+    "cost": {"kind": "affine", "base_s": "8ms", "token_s": "30us", "seq_s": "100us"},
+    "slo": {"objectives": ["ttft:p95<2s", "itl:p99<30ms"]},
+}
+"""Chunks of a whole prompt take longer than the gap between tokens may be; half a prompt does not."""
+
+
+def test_a_budget_below_the_default_is_found_where_the_time_between_tokens_costs_replicas() -> None:
+    found = small_plan(scenario(**LONG_PROMPTS), max_num_batched_tokens=None, **ONE_CARD)
+    default = small_plan(scenario(**LONG_PROMPTS), max_num_batched_tokens=(2048,), **ONE_CARD)
+    assert found.recommended is not None
+    assert found.recommended["max_num_batched_tokens"] == 512
+    least = default.recommended
+    assert least is None or least["cost_per_hour"] > found.recommended["cost_per_hour"]
+
+
+def test_a_dear_shape_is_probed_with_a_smaller_budget_before_it_is_given_up() -> None:
+    table = scenario(**LONG_PROMPTS)
+    found = small_plan(
+        table, max_num_batched_tokens=(2048, 512), gpus={"l40s": 1.0, "h100-sxm": 1.05}, tensor_parallel_sizes=(1,)
+    )
+    assert found.recommended is not None
+    assert found.recommended["gpu"] == "L40S"
+    assert found.recommended["max_num_batched_tokens"] == 512
+
+
+def test_what_is_bought_decides_not_fractions_of_replicas() -> None:
+    """One replica of two cards and a spare one are four cards; two of one card and a spare one are three."""
+    table = scenario(workload={"request_rate": 100, "num_requests": 600})
+    found = small_plan(table, gpus={"l40s": 1.0}, tensor_parallel_sizes=(1, 2), spare_replicas=1, replications=1)
+    best = found.recommended
+    assert best is not None
+    assert best["tensor_parallel_size"] == 1
+
+
+@given(needed=st.integers(1, 300), start=st.integers(1, 300))
+def test_the_smallest_fleet_that_holds_is_found_wherever_the_search_begins(needed: int, start: int) -> None:
+    tried = Tried(None, Offer("L40S", 1.0), True, None)  # type: ignore[arg-type]
+    size: int | None = start
+    for _ in range(25):
+        if size is None:
+            break
+        tried.fleets[size, 0] = {"holds": size >= needed}
+        size = next_size(tried, 4096)
+    assert size is None
+    assert smallest_that_holds(tried) == needed
+    assert needed == 1 or (needed - 1, 0) in tried.fleets
+
+
+def test_growth_names_only_another_kind_of_deployment_as_cheaper() -> None:
+    found = small_plan(
+        scenario(workload={"request_rate": 300, "num_requests": 900}),
+        max_num_batched_tokens=(2048, 4096),
+        gpus={"l40s": 0.9},
+        growth="20%/month",
+        months=24,
+    )
+    assert {row["cheapest"] for row in found.told["growth"]["rows"]} == {None}
+
+
+def test_progress_tells_the_step_and_the_time_left() -> None:
+    said: list[str] = []
+    small_plan(tell=said.append, **ONE_CARD)
+    steps = [int(text.split(" of ", 1)[0]) for text in said]
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (1, 7)
+    assert any(" left" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"gpus": {"l40s": 1e300}}, "at most 1,000,000,000"),
+        ({"gpus": {"l40s": float("nan")}}, "must be above 0"),
+        ({"scale": float("inf")}, "finite"),
+        ({"spare_replicas": 1_000_000}, "from 0 to 1,000"),
+        ({"kv_cache_dtypes": ("int3",)}, "kv_cache_dtype must be one of"),
+        ({"max_num_seqs": (5000,)}, "is below max_num_seqs"),
+        ({"tensor_parallel_sizes": ()}, "is empty"),
+        ({"currency": " "}, "currency is blank"),
+    ],
+)
+def test_a_slip_is_refused_before_anything_is_simulated(options: dict[str, Any], told: str) -> None:
+    said: list[str] = []
+    with pytest.raises(ValueError, match=told):
+        small_plan(tell=said.append, **options)
+    assert said == []
+
+
+def test_seats_above_every_budget_leave_the_others_to_choose_from() -> None:
+    found = small_plan(**{**ONE_CARD, "max_num_seqs": (5000, 256)})
+    assert {row["max_num_seqs"] for row in found.told["candidates"]} == {256}
+
+
+def test_a_load_beyond_any_fleet_is_told_at_once() -> None:
+    found = small_plan(scale=1e9, **ONE_CARD)
+    assert found.verdict == "nothing_holds"
+    assert {each["kind"] for each in found.told["dropped"]} == {"too_many"}
+    assert "a fleet has at most 4,096" in found.told["dropped"][0]["reason"]
+
+
+def test_an_empty_list_on_the_command_line_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(toml_text(scenario()), "utf-8")
+    assert main(["plan", str(path), "--gpu", "l40s=0.9", "--tp", ","]) == 2
+    assert "names nothing" in capsys.readouterr().err
+
+
+def test_the_number_that_other_draws_ask_for_is_named_from_either_side() -> None:
+    """At this rate three replicas carry the load in about three draws of four, four in all of them."""
+    table = scenario(workload={"request_rate": 436, "num_requests": 1500})
+    for seed in (0, 2):
+        found = small_plan(table, seed=seed, **{**ONE_CARD, "replications": 3})
+        best = found.recommended
+        assert best is not None
+        assert best["num_replicas"] in (3, 4)
+        assert best["size_within_noise"] == {"low": 3, "high": 4}
+        assert "3 to 4 replicas" in " ".join(found.text().split())
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"plan": {"gpus": ["h999"]}}, "gpus of .plan."),
+        ({"plan": {"gpus": ["l40s"], "growth": "soon"}}, "growth in .plan."),
+        ({"price": {"gpu_hour": {"l40s": 0}}}, "gpus of .plan., .price."),
+    ],
+)
+def test_a_slip_in_a_file_names_the_file_and_the_section(section: dict[str, Any], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(toml_text(scenario(**section)), "utf-8")
+    with pytest.raises(wt.ScenarioError, match=f"small.toml: {told}"):
+        wt.plan(path, jobs=1)
+
+
+def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = [f"{k / 50},100,20" for k in range(200)]
+    trace.write_text("\n".join(["arrival_s,num_prompt_tokens,num_output_tokens", *rows, "9,many,5"]), "utf-8")
+    words = ["plan", "--model", "llama-3.1-8b", "--trace", str(trace), "--slo", "ttft:p95<5s", "--gpu", "h100-sxm"]
+    words += ["--tp", "1", "--kv-cache-dtype", "auto", "--reps", "1", "--requests", "100", "-j", "1"]
+    assert main(words) == 3
+    assert "--on-bad-row skip" in capsys.readouterr().err
+    assert main([*words, "--on-bad-row", "skip"]) == 0
+
+
+def test_the_front_is_of_fleets_that_hold_at_what_is_paid_for_them(with_spare: Plan) -> None:
+    points, best = with_spare.told["pareto"]["points"], with_spare.recommended
+    assert best is not None
+    assert any(not point["holds"] for point in points)
+    front = [point for point in points if point["on_front"]]
+    assert front
+    assert all(point["holds"] for point in front)
+    assert best["cost_per_hour"] in [point["cost_per_hour"] for point in front]
+
+
+def test_what_is_missed_is_that_of_the_replication_that_no_fleet_served() -> None:
+    tried = Tried(None, Offer("L40S", 1.0), True, None)  # type: ignore[arg-type]
+    kept, missed = ({"text": "ttft:p99<5s", "passed": passed} for passed in (True, False))
+    tried.estimates += [
+        {"num_replicas": 2.0, "below": {"objectives": [kept]}},
+        {"num_replicas": None, "below": {"objectives": [kept, missed]}},
+    ]
+    assert tried.num_replicas is None
+    assert tried.missed == [missed]

@@ -21,7 +21,7 @@ _CHOICE, _KNOBS, _WORKLOAD, _ASKED = "What may be bought", "What is tried", "Wor
 _SEARCH, _OUTPUT = "Search", "Output"
 _SETTINGS = (
     *("router", "max_model_len", "block_size", "enable_prefix_caching", "engine", "dtype"),
-    *("trace", "format", "start", "duration", "limit", "rate_scale"),
+    *("trace", "format", "on_bad_row", "start", "duration", "limit", "rate_scale"),
     *("num_prompts", "input_len", "output_len", "request_rate", "burstiness", "arrival"),
     *("slo", "goodput", "cost", "profile", "seed"),
 )
@@ -122,6 +122,9 @@ def plan(
     ] = None,
     format: Annotated[  # noqa: A002 -- the flag's name
         str | None, _flag(_WORKLOAD, "--format", metavar="NAME", help="Format of the trace, if not to be recognised.")
+    ] = None,
+    on_bad_row: Annotated[
+        str | None, _flag(_WORKLOAD, "--on-bad-row", metavar="error|skip", help="What to do with a row that is wrong.")
     ] = None,
     start: Annotated[
         str | None, _flag(_WORKLOAD, "--start", metavar="TIME", help="Begin so far into the trace: 20m, 1h30m.")
@@ -262,7 +265,7 @@ def _planned(params: Mapping[str, Any]) -> Plan:
             models=list(params["model"] or ()),
             tensor_parallel_sizes=_counts("--tp", params["tensor_parallel_size"]),
             pipeline_parallel_sizes=_counts("--pp", params["pipeline_parallel_size"]),
-            kv_cache_dtypes=_words(params["kv_cache_dtype"]),
+            kv_cache_dtypes=_words("--kv-cache-dtype", params["kv_cache_dtype"]),
             max_num_seqs=_counts("--max-num-seqs", params["max_num_seqs"]),
             max_num_batched_tokens=_counts("--max-num-batched-tokens", params["max_num_batched_tokens"]),
             gpu_memory_utilizations=_shares(params["gpu_memory_utilization"]),
@@ -286,22 +289,29 @@ def _planned(params: Mapping[str, Any]) -> Plan:
         close()
 
 
-def _words(text: str | None) -> list[str] | None:
-    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+def _words(flag: str, text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    words = [part.strip() for part in text.split(",") if part.strip()]
+    if not words:
+        raise typer.BadParameter(
+            f"{text!r} names nothing: give values with commas between, or leave it out", param_hint=flag
+        )
+    return words
 
 
 def _counts(flag: str, text: str | None) -> list[int] | None:
     from windtunnel.scenarios.units import parse_count
 
     try:
-        return None if text is None else [parse_count(part) for part in _words(text) or ()]
+        return None if text is None else [parse_count(part) for part in _words(flag, text) or ()]
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} {error}", param_hint=flag) from None
 
 
 def _shares(text: str | None) -> list[float] | None:
     try:
-        return None if text is None else [float(part) for part in _words(text) or ()]
+        return None if text is None else [float(part) for part in _words("--gpu-memory-utilization", text) or ()]
     except ValueError:
         raise typer.BadParameter(
             f"{text!r} must be shares such as 0.90,0.95", param_hint="--gpu-memory-utilization"
@@ -312,16 +322,19 @@ def _teller(quiet: bool) -> tuple[Callable[[str], None] | None, Callable[[], Non
     """What says on the terminal what the search is at, and what wipes it off; nothing where nobody is watching."""
     if quiet or not sys.stderr.isatty():
         return None, lambda: None
-    longest = 0
+    import shutil
+
+    shown = 0
 
     def say(text: str) -> None:
-        nonlocal longest
-        longest = max(longest, len(text))
-        sys.stderr.write(f"\r{text.ljust(longest)}")
+        nonlocal shown
+        told = text[: max(shutil.get_terminal_size().columns - 1, 1)]  # a line that wraps is not wiped off by \r
+        sys.stderr.write(f"\r{told.ljust(shown)}")
         sys.stderr.flush()
+        shown = len(told)
 
     def close() -> None:
-        sys.stderr.write(f"\r{' ' * longest}\r")
+        sys.stderr.write(f"\r{' ' * shown}\r")
         sys.stderr.flush()
 
     return say, close
@@ -337,7 +350,7 @@ def _command_line(params: Mapping[str, Any]) -> str:
             continue
         flag = "--" + name.replace("_", "-")
         for each in value if isinstance(value, list | tuple) else [value]:
-            words += [flag] if each is True else [flag, str(each)]
+            words += [flag] if each is True else [flag, f"{each:g}" if isinstance(each, float) else str(each)]
     return shlex.join(words)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from windtunnel.planning import jobs
 from windtunnel.planning.load import Growth
+from windtunnel.planning.progress import NUM_STAGES, Stage
 from windtunnel.planning.question import Question, deployment_of
-from windtunnel.planning.search import NUM_FLEET_REPLICATIONS, Tried, smallest_that_holds
+from windtunnel.planning.search import NUM_FLEET_REPLICATIONS, Tried, smallest_that_holds, whole
 from windtunnel.sim.cost.statement import CostStatement, statement_of
 from windtunnel.sim.metrics.replications import Interval, mean_interval
 from windtunnel.workers import Workers
@@ -24,9 +24,9 @@ class Analysis:
     headroom: Interval
     """How many times today's load the fleet carries."""
     one_down: list[dict[str, Any]]
-    """The fleet with one replica less, one result a replication; empty where there is only one."""
+    """What is bought less one replica, one result a replication; empty where there is only one."""
     crash: dict[str, Any] | None
-    """The fleet of which one replica goes away in the busiest minute; None where there is only one."""
+    """What is bought, of which one replica goes away in the busiest minute; None where there is only one."""
     slower_by: float | None
     """How much longer steps were made, by what the profile states of its error; None where it states none."""
     slower_fleet: dict[str, Any] | None
@@ -41,40 +41,47 @@ class Analysis:
     growth: list[dict[str, Any]] = field(default_factory=list)
 
 
-def analyse(question: Question, chosen: Tried, workers: Workers) -> Analysis:
-    """Simulate the chosen fleet with more load, with a replica less and with slower steps."""
+def analyse(question: Question, chosen: Tried, workers: Workers, *, spare: int, stage: Stage) -> Analysis:
+    """Simulate the chosen fleet with more load, with a replica less and with slower steps.
+
+    Failures are those of all that is bought, the ``spare`` replicas included; room and slower steps are of those that
+    are needed, so that they hold while the spare ones are down.
+    """
     size = smallest_that_holds(chosen)
     assert size is not None, "only a fleet that holds is recommended"
     statement = statement_of(deployment_of(question, chosen.candidate).cost.describe())
     percent = None if statement is None else statement.p90_percent
     replications = range(min(NUM_FLEET_REPLICATIONS, question.replications))
+    bought = size + spare
     made = [jobs.limit_job(question, chosen.candidate)]
-    made += [jobs.headroom_job(question, chosen.candidate, size, each) for each in replications]
-    missing = [each for each in replications if size > 1 and (size - 1, each) not in chosen.fleets]
-    made += [jobs.fleet_job(question, chosen.candidate, size - 1, each) for each in missing]
-    if size > 1:
-        made.append(jobs.fleet_job(question, chosen.candidate, size, 0, crashes=True))
+    needed = chosen.num_replicas
+    assert needed is not None, "only a candidate with a number of replicas is recommended"
+    guess = max(1.0, size / needed.mean)
+    made += [jobs.headroom_job(question, chosen.candidate, size, each, guess=guess) for each in replications]
+    others = sorted({other for other in (size - 1, bought - 1) if other > 0})
+    missing = [(other, each) for other in others for each in replications if (other, each) not in chosen.fleets]
+    made += [jobs.fleet_job(question, chosen.candidate, other, each) for other, each in missing]
+    if bought > 1:
+        made.append(jobs.fleet_job(question, chosen.candidate, bought, 0, crashes=True))
     slower = None if percent is None else 1 + percent / 100
     if slower is not None:
-        needed = chosen.num_replicas
-        assert needed is not None, "only a candidate with a number of replicas is recommended"
         made.append(jobs.fleet_job(question, chosen.candidate, size, 0, slower=slower))
         made.append(
             jobs.needed_job(
                 question, chosen.candidate, 0, least=0.5 * needed.mean, guess=needed.mean * slower, slower=slower
             )
         )
-    limit, *results = list(workers.map(made))
+    stage.begin(NUM_STAGES, "more load, a replica down, slower steps")
+    limit, *results = stage.do(made, workers)
     rooms, rest = results[: len(replications)], results[len(replications) :]
-    for replication, result in zip(missing, rest, strict=False):
-        chosen.fleets[size - 1, replication] = result
+    chosen.fleets |= dict(zip(missing, rest, strict=False))
     rest = rest[len(missing) :]
-    crash = rest.pop(0) if size > 1 else None
+    crash = rest.pop(0) if bought > 1 else None
     slow = rest
     return Analysis(
         num_replicas=size,
         headroom=mean_interval([each["factor"] for each in rooms]),
-        one_down=[chosen.fleets[size - 1, each] for each in replications] if size > 1 else [],
+        one_down=[chosen.fleets[bought - 1, each] for each in replications] if bought > 1 else [],
         crash=crash,
         slower_by=percent,
         slower_fleet=slow[0] if slow else None,
@@ -91,20 +98,20 @@ def growth_of(
 ) -> list[dict[str, Any]]:
     """Month by month: the load, how many replicas of the chosen deployment it takes, and which finalist is cheapest.
 
-    Replicas grow with the load in proportion: the chosen fleet carries ``headroom`` times today's, others what their
-    share of the requests says.
+    Replicas grow with the load in proportion: the chosen fleet carries ``headroom`` times today's, and how many another
+    one takes stays to that as their shares of the requests say today.  Finalists of the same shape, which differ by
+    less than can be told, are not compared.
     """
+    needed = chosen.num_replicas
+    assert needed is not None, "only a candidate with a number of replicas is recommended"
     fraction = analysis.num_replicas / max(analysis.headroom.mean, 1e-9)
+    others = [each for each in finalists if each.shape != chosen.shape and each.calibrated is chosen.calibrated]
     rows = []
     for month in range(growth.num_months + 1):
         factor = growth.factor(month)
         size = analysis.num_replicas if month == 0 else whole(fraction * factor)
-        costs = [
-            (each.whole_cost(_size_at(each, factor), spare), each)
-            for each in finalists
-            if each is not chosen and each.calibrated is chosen.calibrated
-        ]
-        cheapest = min(costs, key=lambda pair: pair[0], default=None)
+        costs = [(each.whole_cost(_size_at(each, factor, fraction / needed.mean), spare), each) for each in others]
+        cheapest = min(costs, key=lambda pair: (pair[0], pair[1].candidate), default=None)
         own = chosen.whole_cost(size, spare)
         rows.append(
             {
@@ -127,13 +134,9 @@ def months_until_full(growth: Growth, analysis: Analysis) -> int | None:
     return None
 
 
-def _size_at(each: Tried, factor: float) -> int:
+def _size_at(each: Tried, factor: float, fleet_over_share: float) -> int:
+    """Replicas at so many times the load; ``fleet_over_share`` is what a whole fleet takes over what a share says."""
     needed, held = each.num_replicas, smallest_that_holds(each)
     assert needed is not None, "finalists have a number of replicas"
-    size = whole(needed.mean * factor)
+    size = whole(needed.mean * fleet_over_share * factor)
     return size if held is None or factor < 1 else max(size, held)
-
-
-def whole(num_replicas: float) -> int:
-    """Replicas that can be bought."""
-    return max(1, math.ceil(num_replicas - 1e-9))

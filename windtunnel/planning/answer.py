@@ -15,7 +15,7 @@ from windtunnel.planning.load import Growth, rates_over_time
 from windtunnel.planning.measure import strain
 from windtunnel.planning.points import curves, pareto
 from windtunnel.planning.question import Question, deployment_of, objectives_of, workload_of
-from windtunnel.planning.rows import missed_by, recommended, row_of, shape_words
+from windtunnel.planning.rows import recommended, row_of, shape_words
 from windtunnel.planning.search import Dropped, Found, Tried, difference, smallest_that_holds
 from windtunnel.scenarios.resolve import Resolved
 from windtunnel.sim.metrics.stability import Verdict
@@ -105,7 +105,7 @@ def answer(
         "dropped": [_dropped(each) for each in found.dropped],
         "without_effect": _without_effect(found),
         "growth": None,
-        "pareto": pareto(found, question),
+        "pareto": pareto(found, question, spare),
         "curves": curves(found, question),
         "demand": _demand(question, found),
         "asked": _asked(question, space, found, chosen),
@@ -224,11 +224,7 @@ def _nearest(found: Found) -> dict[str, Any] | None:
         missed = [objective for objective in result["objectives"] if not objective["passed"]]
         if missed:
             missing.append((_by_how_much(missed), shape.label, missed))
-    missing += [
-        (_by_how_much(missed), each.candidate.label, missed)
-        for each in found.tried
-        if each.num_replicas is None and (missed := missed_by(each))
-    ]
+    missing += [(_by_how_much(each.missed), each.candidate.label, each.missed) for each in found.tried if each.missed]
     if not missing:
         return None
     rate, label, missed = min(missing, key=lambda item: (item[0], item[1]))
@@ -253,6 +249,11 @@ def _growth(growth: Growth, order: Sequence[Tried], chosen: Tried, analysis: Ana
     }
 
 
+def _with_spare(number: int, spare: int) -> str:
+    """``4``, or ``5 (1 spare)``."""
+    return f"{number + spare:,} ({spare:,} spare)" if spare else f"{number:,}"
+
+
 # --- what a reader must know first
 
 
@@ -273,7 +274,7 @@ def _warnings(told: Mapping[str, Any], question: Question, found: Found, chosen:
     close = [row for row in best["objectives_over_replications"] if (row["strain"] or 0) > 1 - SMALL_MARGIN]
     if close:
         listed = " and ".join(f"{row['text']} (at {100 * row['strain']:.0f} % of its limit)" for row in close)
-        yield f"Little room: {listed}. A replica more makes it safe."
+        yield f"Little room: {listed}. A replica more gives some."
     slower = best["slower"]
     if slower is not None and not slower["holds"]:
         yield (
@@ -282,7 +283,7 @@ def _warnings(told: Mapping[str, Any], question: Question, found: Found, chosen:
             + (
                 "more replicas than were tried."
                 if slower["num_replicas"] is None
-                else f"{slower['num_replicas']} replicas."
+                else f"about {_with_spare(slower['num_replicas'], told['spare_replicas'])} replicas."
             )
         )
     mean_s = ((best["fleet"]["latency_ms"] or {}).get("e2el", {}).get("mean") or 0.0) / 1000

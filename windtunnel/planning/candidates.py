@@ -10,6 +10,7 @@ from typing import Any
 from windtunnel.planning.offers import Offer
 from windtunnel.sim.deployment.engine_args import ENGINE, engine_defaults
 from windtunnel.sim.deployment.gpu import load_gpu
+from windtunnel.sim.deployment.kv_dtypes import check_kv_dtype_name
 from windtunnel.sim.deployment.memory import plan_memory
 from windtunnel.sim.deployment.memory_plan import DOES_NOT_START, OK
 from windtunnel.sim.deployment.memory_request import MemoryRequest
@@ -20,7 +21,7 @@ GPUS_PER_HOST = 8
 """Cards of one host, over which tensor parallelism may span without leaving it."""
 SEATS = (64, 128, 256)
 """max_num_seqs that are tried beside vLLM's default for the card."""
-BUDGETS = (2048, 8192, 16384)
+BUDGETS = (512, 1024, 2048, 4096, 8192, 16384)
 """max_num_batched_tokens that are tried beside vLLM's default for the card."""
 SHARES = (0.95,)
 """gpu_memory_utilization that is tried beside vLLM's default."""
@@ -120,9 +121,28 @@ class Space:
             for value in getattr(self, name) or ():
                 if value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}")
+        for kv_dtype in self.kv_cache_dtypes:
+            check_kv_dtype_name(kv_dtype)
+        self._check_budgets()
         for share in self.gpu_memory_utilizations or ():
             if not 0 < share <= 1:
                 raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {share:g}")
+
+    def _check_budgets(self) -> None:
+        """Raises ValueError where no budget holds the smallest number of seats, which vLLM refuses."""
+        if self.max_num_seqs and self.max_num_batched_tokens:
+            seats, budget = min(self.max_num_seqs), max(self.max_num_batched_tokens)
+            if budget < seats:
+                raise ValueError(
+                    f"max_num_batched_tokens (at most {budget:,}) is below max_num_seqs (at least {seats:,}): vLLM "
+                    "refuses this; raise the one or lower the other"
+                )
+
+    def first_seats_and_budget(self) -> tuple[int | None, int | None]:
+        """Those to begin with: the first of each list, as far as vLLM takes them together."""
+        seats, budgets = self.max_num_seqs or (None,), self.max_num_batched_tokens or (None,)
+        pairs = product(seats, budgets)
+        return next((a, b) for a, b in pairs if a is None or b is None or b >= a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +205,13 @@ def shapes(space: Space) -> Iterator[Shape]:
 
 def default_knobs(space: Space, shape: Shape) -> Knobs:
     """The knobs that vLLM takes for this shape if nobody says anything (or the space's only choice)."""
+    seats, budget = space.first_seats_and_budget()
     defaults = engine_defaults(
         load_gpu(shape.gpu),
         str(space.fixed.get("usage_context") or "api_server"),
         model=_model(space, shape),
-        max_num_seqs=_only(space.max_num_seqs),
-        max_num_batched_tokens=_only(space.max_num_batched_tokens),
+        max_num_seqs=seats,
+        max_num_batched_tokens=budget,
         gpu_memory_utilization=_only(space.gpu_memory_utilizations),
         max_model_len=space.fixed.get("max_model_len"),
         block_size=space.fixed.get("block_size"),

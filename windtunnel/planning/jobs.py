@@ -27,6 +27,8 @@ STEP = 1.25
 TOLERANCE = 0.02
 """Ratio of the ends of a bracket, less 1, at which it is narrow enough."""
 MOST_TRIES = 24
+MOST_REPLICAS = 4096
+"""Of a fleet that can be simulated."""
 MAX_RHO = 0.97
 """Load over what the engine can do at most (known within about 3 %) from which on no latency is a steady state's."""
 _HEADROOM_STEP = 1.1
@@ -137,9 +139,9 @@ def needed(argument: Mapping[str, Any]) -> dict[str, Any]:
             tried = max(tried / step, low)
         else:
             low, is_bound = tried, False
-            if high is not None:
+            if high is not None or tried >= MOST_REPLICAS:
                 break
-            tried *= step
+            tried = min(tried * step, MOST_REPLICAS)
     while high is not None and high / low > 1 + TOLERANCE and search.num_simulations < MOST_TRIES:
         middle = math.sqrt(low * high)
         if search.holds(middle):
@@ -246,17 +248,16 @@ def fleet_workload(question: Question, replication: int) -> Workload:
     return shuffled(workload, stream(question.seed, "plan", "order", replication))
 
 
-def headroom_job(question: Question, candidate: Candidate, num_replicas: int, replication: int) -> Job:
+def headroom_job(question: Question, candidate: Candidate, num_replicas: int, replication: int, *, guess: float) -> Job:
     """See ``headroom``."""
-    return Job(
-        f"{_MODULE}:headroom", _argument(question, candidate, num_replicas=num_replicas, replication=replication)
-    )
+    more = {"num_replicas": num_replicas, "replication": replication, "guess": guess}
+    return Job(f"{_MODULE}:headroom", _argument(question, candidate, **more))
 
 
 def headroom(argument: Mapping[str, Any]) -> dict[str, Any]:
     """How many times the load a whole fleet carries before it misses an objective; below 1 if it misses one as it is.
 
-    Bracketed by steps of a tenth and halved, in logarithms, to 2 %.
+    Bracketed by steps of a tenth from ``guess`` on and halved, in logarithms, to 2 %.
     """
     question, candidate = _read(argument)
     replication, num_replicas = int(argument["replication"]), int(argument["num_replicas"])
@@ -269,8 +270,8 @@ def headroom(argument: Mapping[str, Any]) -> dict[str, Any]:
         num_simulations += 1
         return bool(measured(question, scaled(workload, factor), served)["holds"])
 
-    up = holds(1.0)
-    factor, other = 1.0, 1.0
+    factor = other = float(argument["guess"])
+    up = holds(factor)
     while num_simulations < MOST_TRIES:
         other = factor * _HEADROOM_STEP if up else factor / _HEADROOM_STEP
         if holds(other) is not up:

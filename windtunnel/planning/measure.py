@@ -59,6 +59,7 @@ def measured(
         "num_running_mean": summary.load.num_running_mean,
         "num_running_peak": summary.load.num_running_peak,
         "num_waiting_peak": summary.load.num_waiting_peak,
+        "num_step_tokens_peak": _num_step_tokens_peak(records),
         "prefill_share": prefill_share(records),
         "binding": binding_of(shares).name,
         "time_shares": shares,
@@ -78,6 +79,14 @@ def prefill_share(records: Records) -> float | None:
         total += int((steps.end_ns - steps.start_ns)[known].sum())
         decodes += int(steps.decode_only_ns[known].sum())
     return 1 - decodes / total if total else None
+
+
+def _num_step_tokens_peak(records: Records) -> int:
+    """Most tokens that one step computed, drafts included."""
+    tables = [replica.steps for replica in records.replicas if len(replica.steps)]
+    return max(
+        (int((each.prefill_tokens + each.num_decode_seqs + each.num_draft_tokens).max()) for each in tables), default=0
+    )
 
 
 def _objective(result: SloResult, factor: float) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from windtunnel.sim.deployment.gpu import load_gpu
 
+MOST_PRICE = 1e9
+"""Of an hour of one card; more is a slip, whatever the currency."""
 _WATTS = re.compile(r"(\d+(?:\.\d+)?)\s*(k?W)?", re.IGNORECASE)
 
 
@@ -27,10 +29,10 @@ class Offer:
     """The same while none runs; where it is None and busy_watts is not, as much as when busy (an upper bound)."""
 
     def __post_init__(self) -> None:
-        if self.price_per_hour is not None and not (self.price_per_hour > 0 and math.isfinite(self.price_per_hour)):
+        if self.price_per_hour is not None and not 0 < self.price_per_hour <= MOST_PRICE:
             raise ValueError(
-                f"price of {self.gpu} must be above 0 and finite, got {self.price_per_hour:g}: give what an hour of "
-                "one card costs"
+                f"price of {self.gpu} must be above 0 and at most {MOST_PRICE:,.0f}, got {self.price_per_hour:g}: give "
+                "what an hour of one card costs"
             )
         for name in ("busy_watts", "idle_watts"):
             value = getattr(self, name)
@@ -61,7 +63,11 @@ def read_offers(
     priced = list(gpus.items()) if isinstance(gpus, Mapping) else [_price(text) for text in gpus]
     if not priced:
         raise ValueError("no GPU to choose from: give --gpu NAME=PRICE for each, such as --gpu h100-sxm=2.49")
-    drawn = dict(_power(text) for text in _pairs(powers))
+    drawn: dict[str, tuple[float | None, float]] = {}
+    for name, watts in map(_power, _pairs(powers)):
+        if name in drawn:
+            raise ValueError(f"power of {name} is given twice: give it once, as NAME=WATTS or NAME=IDLE:BUSY")
+        drawn[name] = watts
     offers: dict[str, Offer] = {}
     for name, price in priced:
         gpu = load_gpu(name).name

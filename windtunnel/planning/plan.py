@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,7 @@ from windtunnel.planning.candidates import GPUS_PER_HOST, KV_DTYPES, Space
 from windtunnel.planning.load import Growth, demand_of, parse_growth
 from windtunnel.planning.offers import Offer, read_offers
 from windtunnel.planning.outputs import scenario_table, serve_line, toml_text
+from windtunnel.planning.progress import Stage
 from windtunnel.planning.question import Question, model_path, objectives_of, scaled_workload, table_of, workload_of
 from windtunnel.planning.search import Tried, search
 from windtunnel.scenarios.economics import DEFAULT_CURRENCY
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 DEFAULT_MONTHS = 12
+MOST_SPARE = 1000
 
 
 class Plan:
@@ -201,6 +205,8 @@ def plan(
         given["seed"] = Override(seed, "seed=")
     loaded = load_scenario(scenario, given)
     asked = loaded.scenario.plan
+    if currency is not None and not currency.strip():
+        raise ValueError("currency is blank: give a word such as EUR, or leave it out")
     offers = _offers(loaded, gpus, power)
     question = make_question(loaded, scale, replications, num_requests)
     space = Space(
@@ -231,8 +237,11 @@ def plan(
     )
     space, question, notes = _with_length(space, question)
     spare = spare_replicas if spare_replicas is not None else (asked.spare_replicas or 0)
-    if spare < 0:
-        raise ValueError(f"spare_replicas must be at least 0, got {spare}")
+    if not 0 <= spare <= MOST_SPARE:
+        raise ValueError(f"spare_replicas must be from 0 to {MOST_SPARE:,}, got {spare:,}: 1 is N+1")
+    if growth is None and asked.growth is not None:
+        with _named(loaded, "growth in [plan]"):
+            _growth(asked.growth, DEFAULT_MONTHS)
     grown = _growth(growth if growth is not None else asked.growth, months or asked.months or DEFAULT_MONTHS)
     say = tell or _say_nothing
     with Workers(jobs, ray=ray) as workers:
@@ -248,8 +257,7 @@ def plan(
         chosen = order[0] if order else None
         analysis = None
         if chosen is not None:
-            say("trying the recommended fleet with more load, with a replica down and with slower steps")
-            analysis = analyse(question, chosen, workers)
+            analysis = analyse(question, chosen, workers, spare=spare, stage=Stage(say))
     told = answer(
         question,
         space,
@@ -270,6 +278,15 @@ def plan(
     return Plan(told, made)
 
 
+@contextmanager
+def _named(loaded: Loaded, what: str) -> Iterator[None]:
+    """Says of which place of which file a ValueError is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ScenarioError(f"{loaded.origin}: {what}: {error}") from None
+
+
 def _say_nothing(text: str) -> None:
     del text
 
@@ -277,7 +294,9 @@ def _say_nothing(text: str) -> None:
 def _chosen(given: Sequence[Any] | None, listed: Sequence[Any] | None, single: Any) -> tuple[Any, ...] | None:
     """What was given, else what [plan] lists, else the scenario's one value, else nothing."""
     for values in (given, listed):
-        if values:
+        if values is not None:
+            if not values:
+                raise ValueError("a list of what is tried is empty: give at least one value, or leave the list out")
             return tuple(dict.fromkeys(values))
     return None if single is None else (single,)
 
@@ -289,7 +308,10 @@ def _offers(loaded: Loaded, gpus: Iterable[str] | Mapping[str, float | None], po
     if not gpus:
         names = scenario.plan.gpus or (list(prices) if isinstance(prices, dict) else [])
         names = names or ([scenario.deployment.gpu] if scenario.deployment.gpu else [])
-        gpus = {name: _price_of(prices, name) for name in names}
+        with _named(loaded, "gpus of [plan], [price] or [deployment]"):
+            gpus = {name: _price_of(prices, name) for name in names}
+            if names:
+                read_offers(gpus)
     offers = read_offers(gpus, power or ())
     return offers if power else tuple(_with_power(offer, scenario) for offer in offers)
 
@@ -331,8 +353,8 @@ def _fixed(loaded: Loaded) -> dict[str, Any]:
 
 def make_question(loaded: Loaded, scale: float, replications: int, num_requests: int) -> Question:
     """The question of a scenario.  Raises ValueError for numbers and objectives that mean nothing."""
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale:g}: 2 is twice the load")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be above 0 and finite, got {scale:g}: 2 is twice the load")
     if not 1 <= replications <= 100:
         raise ValueError(f"replications must be from 1 to 100, got {replications}")
     if num_requests < 100:
@@ -369,7 +391,7 @@ def _with_length(space: Space, question: Question) -> tuple[Space, Question, lis
     return (
         replace(space, fixed={**space.fixed, "max_model_len": length}),
         replace(question, scenario={**question.scenario, "engine": engine}),
-        [note, *_beyond(workload, length)],
+        [*([note] if length < own else []), *_beyond(workload, length)],
     )
 
 

@@ -56,17 +56,19 @@ def _strains(slo: Sequence[Slo], values: Sequence[float | None]) -> list[float]:
     return [rate for one in told if (rate := strain(one)) is not None]
 
 
-def pareto(found: Found, question: Question) -> dict[str, Any]:
-    """Whole fleets that were simulated: cost, latency, and the load that they carry; who is not dominated."""
+def pareto(found: Found, question: Question, spare: int) -> dict[str, Any]:
+    """Whole fleets that were simulated: cost with the spare replicas, latency, and the load that they carry; which of
+    those that hold is not dominated.
+    """
     number, text = _latency_key(question)
-    points = list(_points(found, number))
+    points = list(_points(found, number, spare))
     for point in points:
-        point["on_front"] = not any(_dominates(other, point) for other in points)
+        point["on_front"] = point["holds"] and not any(other["holds"] and _dominates(other, point) for other in points)
     slo, _ = objectives_of(question)
     return {"objective": text, "limit": slo[number].limit, "unit": slo[number].unit, "points": points}
 
 
-def _points(found: Found, number: int) -> Iterator[dict[str, Any]]:
+def _points(found: Found, number: int, spare: int) -> Iterator[dict[str, Any]]:
     for each in found.finalists:
         needed = each.num_replicas
         for (size, replication), result in sorted(each.fleets.items()):
@@ -78,7 +80,7 @@ def _points(found: Found, number: int) -> Iterator[dict[str, Any]]:
                 "shape": each.shape.label,
                 "calibrated": each.calibrated,
                 "num_replicas": size,
-                "cost_per_hour": each.whole_cost(size, 0),
+                "cost_per_hour": each.whole_cost(size, spare),
                 "latency": value,
                 "rate": found.demand.mean_rate * size / needed.mean,
                 "holds": result["holds"],

@@ -14,7 +14,7 @@ from windtunnel.planning.jobs import MAX_RHO
 from windtunnel.planning.measure import strain
 from windtunnel.planning.money import Bill, bill_of
 from windtunnel.planning.question import Question, deployment_of
-from windtunnel.planning.search import Found, Tried, smallest_that_holds
+from windtunnel.planning.search import Found, Tried, smallest_that_holds, whole
 from windtunnel.sim.cost.statement import sentences
 from windtunnel.sim.metrics.replications import Interval
 
@@ -62,7 +62,7 @@ def row_of(found: Found, each: Tried, spare: int) -> dict[str, Any]:
         "kv_usage_peak": None if at is None else at["kv_usage_peak"],
         "num_running_peak": None if at is None else at["num_running_peak"],
         "num_preemptions": None if at is None else at["num_preemptions"],
-        "misses": None if needed is not None or not each.estimates else missed_by(each),
+        "misses": None if needed is not None or not each.estimates else each.missed,
         "bill": None if num is None or at is None else asdict(_bill(found, each, num, spare, at)),
     }
 
@@ -75,12 +75,6 @@ def _cost_interval(each: Tried, needed: Interval | None, spare: int) -> dict[str
         for end in (needed.low, needed.high)
     )
     return {"low": low, "high": high}
-
-
-def missed_by(each: Tried) -> list[dict[str, Any]]:
-    """Objectives that a candidate misses with the largest number of replicas that was tried."""
-    below = each.estimates[0]["below"] or {}
-    return [objective for objective in below.get("objectives", ()) if not objective["passed"]]
 
 
 def _bill(found: Found, each: Tried, num: int, spare: int, at: Mapping[str, Any]) -> Bill:
@@ -113,12 +107,14 @@ def recommended(question: Question, found: Found, chosen: Tried, analysis: Analy
         "rho": rho,
         "peak_rho": peak_rho,
         "utilisation": fleets[0]["busy_share"],
-        "one_down": _one_down(analysis),
+        "one_down": _one_down(analysis, spare),
         "crash": _crash(analysis),
         "redundant": _redundant(found, chosen, size, spare, fleets[0]),
+        "needed_alone": _with_replicas(found, chosen, size, fleets[0], size) if spare else None,
         "slower": _slower(chosen, analysis, spare),
         "peak_and_mean": _peak_and_mean(found, chosen, size, analysis),
-        "statement": list(sentences(described)),
+        "statement": list(sentences(described))
+        or [f"Step times are those that were given ({cost.name}); nothing is known of their error."],
         "cost_model": cost.name,
         "binding_meaning": MEANING.get(str(row["binding"]), ""),
         "fewer": _fewer(chosen, size),
@@ -127,10 +123,11 @@ def recommended(question: Question, found: Found, chosen: Tried, analysis: Analy
 
 def _size_within_noise(chosen: Tried, analysis: Analysis) -> dict[str, int]:
     """The numbers of replicas that other draws of the same load may ask for."""
-    low, size = smallest_that_holds(chosen, in_all=False), analysis.num_replicas
-    surely = analysis.headroom.low
-    most = size if not math.isfinite(surely) or surely <= 0 else max(size, math.ceil(size / surely - 1e-9))
-    return {"low": size if low is None else min(low, size), "high": most}
+    held, size = smallest_that_holds(chosen, in_all=False), analysis.num_replicas
+    low, high = analysis.headroom.low, analysis.headroom.high
+    most = size if not math.isfinite(low) or low <= 0 else max(size, whole(size / low))
+    least = size if not math.isfinite(high) or high <= 0 else min(size, whole(size / high))
+    return {"low": least if held is None else min(held, least), "high": most}
 
 
 def _without_latencies(fleet: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,14 +168,14 @@ def _rate_per_replica(found: Found, chosen: Tried) -> dict[str, Any] | None:
     }
 
 
-def _one_down(analysis: Analysis) -> dict[str, Any] | None:
+def _one_down(analysis: Analysis, spare: int) -> dict[str, Any] | None:
     if not analysis.one_down:
         return None
     missed = [
         objective for result in analysis.one_down for objective in result["objectives"] if not objective["passed"]
     ]
     return {
-        "num_replicas": analysis.num_replicas - 1,
+        "num_replicas": analysis.num_replicas + spare - 1,
         "num_held": sum(result["holds"] for result in analysis.one_down),
         "num_replications": len(analysis.one_down),
         "objectives": _over_replications(analysis.one_down),
@@ -194,8 +191,12 @@ def _crash(analysis: Analysis) -> dict[str, Any] | None:
 
 
 def _redundant(found: Found, chosen: Tried, size: int, spare: int, at: Mapping[str, Any]) -> dict[str, Any]:
-    """One replica more: what holds while one is down."""
-    num = size + max(spare, 1)
+    """N+1: what holds while one is down; what is bought, where spare replicas are."""
+    return _with_replicas(found, chosen, size + max(spare, 1), at, size)
+
+
+def _with_replicas(found: Found, chosen: Tried, num: int, at: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """What so many replicas cost that share the load that was measured with ``size`` of them."""
     bill = bill_of(
         chosen.offer,
         num * chosen.shape.num_gpus,

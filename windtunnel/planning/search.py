@@ -15,7 +15,7 @@ alone: the same seed gives the same answer, whatever the number of workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from windtunnel.planning import jobs
 from windtunnel.planning.candidates import Candidate, Feasible, Knobs, Refused, Shape, Space, candidates
 from windtunnel.planning.load import Demand, demand_of
 from windtunnel.planning.offers import Offer
+from windtunnel.planning.progress import NUM_STAGES, Stage, Tell
 from windtunnel.planning.question import Question, deployment_of, workload_of
 from windtunnel.sim.deployment.memory import InfeasibleDeployment
 from windtunnel.sim.metrics.replications import Interval, mean_interval, paired_difference
@@ -44,10 +45,13 @@ SATURATION_ERROR = 0.03
 """The most that a replica can do is known within about that (``scenarios.saturation``)."""
 ROOM_FOR_KNOBS = 0.8
 """A bound of one setting of the knobs is taken so many times where other settings are meant, too."""
+PROBED_BUDGET = 512
+"""max_num_batched_tokens, at least, with which a shape is tried that vLLM's default leaves dear: with a smaller one
+prompts take long whatever the card."""
+FLEET_MARGIN = 1.1
+"""A whole fleet may take so many times the replicas that one replica's share of the requests asks for."""
 LARGER_POOL = 1.2
 """A KV cache so many times that of vLLM's defaults is worth a bound of its own."""
-
-Tell = Callable[[str], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +93,15 @@ class Tried:
         return mean_interval(found)
 
     @property
+    def missed(self) -> list[dict[str, Any]]:
+        """Objectives that it misses with the largest number of replicas tried, in the first replication where none
+        does; empty where each has one.
+        """
+        failed = next((each for each in self.estimates if each["num_replicas"] is None), None)
+        below = (failed or {}).get("below") or {}
+        return [objective for objective in below.get("objectives", ()) if not objective["passed"]]
+
+    @property
     def cost(self) -> float:
         """Cost an hour of as many replicas as it takes, not rounded; infinite where no number does."""
         needed = self.num_replicas
@@ -105,7 +118,7 @@ class Dropped:
 
     shape: Shape
     kind: str
-    """"too_slow_alone", "dearer_by_bound" or "never_holds"."""
+    """"too_slow_alone", "too_many", "dearer_by_bound" or "never_holds"."""
     reason: str
     bound: float | None = None
     """Cost an hour below which it cannot come."""
@@ -164,6 +177,7 @@ class _Search:
     ) -> None:
         self._question, self._space, self._workers = question, space, workers
         self._with_uncalibrated, self._spare, self._tell = with_uncalibrated, spare, tell
+        self._stage = Stage(tell)
         self._num_fleets = min(NUM_FLEET_REPLICATIONS, question.replications)
         self._offers = {offer.gpu: offer for offer in space.offers}
         self.found = Found(demand_of(workload_of(question)), [], [], [], {}, {}, [], [])
@@ -184,7 +198,7 @@ class _Search:
     # 1 -- what starts, and what is known of its steps
 
     def _start(self) -> dict[Shape, list[Tried]]:
-        self._tell("planning memory")
+        self._tell(f"1 of {NUM_STAGES}, planning memory")
         feasible, self.found.refused = candidates(self._space)
         by_shape: dict[Shape, list[Tried]] = {}
         for each in feasible:
@@ -218,14 +232,16 @@ class _Search:
         if not shapes:
             return
         firsts, least = self._bounds({shape: by_shape[shape] for shape in shapes})
+        shapes = [shape for shape in shapes if self._is_within_reach(shape, least[shape])]
         order = sorted(shapes, key=lambda shape: (least[shape] * firsts[shape].unit_cost, shape))
         best = math.inf
         tried: list[Tried] = []
         for wave in (order[:FIRST_WAVE], order[FIRST_WAVE:]):
             kept = [shape for shape in wave if self._can_win(firsts[shape], least[shape], best)]
+            self._begin(4, f"replicas for {_counted(len(kept), 'kind')}")
             self._estimate([firsts[shape] for shape in kept], least, replication=0)
             tried += [firsts[shape] for shape in kept]
-            best = min((each.cost for each in tried), default=math.inf)
+            best = min((self._surely(each) for each in tried), default=math.inf)
         self._turn_knobs(tried, by_shape, least)
         self._drop_hopeless(tried)
 
@@ -234,7 +250,7 @@ class _Search:
         largest = [
             max(options, key=lambda each: each.candidate.knobs.max_num_batched_tokens) for options in by_shape.values()
         ]
-        self._tell(f"serving requests one at a time on {len(largest)} shapes")
+        self._begin(2, f"requests one at a time on {_counted(len(largest), 'kind')}")
         results = self._do(jobs.alone_job(self._question, each.candidate) for each in largest)
         kept = []
         for each, result in zip(largest, results, strict=True):
@@ -252,7 +268,7 @@ class _Search:
         vLLM's defaults, or the knobs with the largest KV cache where that is much larger and does more.
         """
         asked = [each for options in by_shape.values() for each in _extremes(options)]
-        self._tell(f"measuring what {len(by_shape)} shapes can do at most")
+        self._begin(3, f"what {_counted(len(by_shape), 'kind')} can do at most")
         results = self._do(jobs.limit_job(self._question, each.candidate) for each in asked)
         firsts: dict[Shape, Tried] = {}
         least: dict[Shape, float] = {}
@@ -263,9 +279,19 @@ class _Search:
                 firsts[each.shape], least[each.shape] = each, bound
         return firsts, least
 
+    def _is_within_reach(self, shape: Shape, least: float) -> bool:
+        """Whether so many replicas can be simulated as could be needed."""
+        if ROOM_FOR_KNOBS * least + self._spare <= jobs.MOST_REPLICAS:
+            return True
+        reason = f"it takes at least {least:,.0f} replicas to keep up, and a fleet has at most {jobs.MOST_REPLICAS:,}"
+        self.found.dropped.append(Dropped(shape, "too_many", reason))
+        return False
+
     def _can_win(self, first: Tried, least: float, best: float) -> bool:
-        """Whether a shape's bound, with room for better knobs, is below what another one costs."""
-        bound = max(1.0, ROOM_FOR_KNOBS * least) * first.unit_cost
+        """Whether a shape's bound, with room for better knobs, is below what another one costs, both in whole
+        replicas and with the spare ones: what is bought.
+        """
+        bound = first.whole_cost(whole(ROOM_FOR_KNOBS * least), self._spare)
         if bound <= best:
             return True
         reason = (
@@ -275,13 +301,17 @@ class _Search:
         self.found.dropped.append(Dropped(first.shape, "dearer_by_bound", reason, bound))
         return False
 
+    def _surely(self, each: Tried) -> float:
+        """What a candidate costs in whole replicas, should its fleet take somewhat more than the estimate says."""
+        needed = each.num_replicas
+        return math.inf if needed is None else each.whole_cost(whole(FLEET_MARGIN * needed.mean), self._spare)
+
     # 4 and 5 -- how many replicas
 
     def _estimate(self, tried: Sequence[Tried], least: dict[Shape, float], replication: int) -> None:
         """One more replication of each, and its place among those tried."""
         if not tried:
             return
-        self._tell(f"finding how many replicas {len(tried)} deployments take (replication {replication + 1})")
         made = []
         for each in tried:
             bound = least[each.shape] * (1.0 if each.candidate in self.found.limits else ROOM_FOR_KNOBS)
@@ -306,14 +336,54 @@ class _Search:
     ) -> None:
         """One knob after the other, on the shapes that are still near the best; then replications of the best few."""
         best = {each.shape: each for each in firsts}
+        self._probe(best, by_shape, least)
         for knob in _KNOBS:
-            cheapest = min((each.cost for each in best.values()), default=math.inf)
-            near = [shape for shape, each in best.items() if each.cost <= CONTENDER * cheapest or each.cost == math.inf]
+            near = [shape for shape, each in best.items() if self._is_worth_turning(each, best, least)]
             others = {shape: self._worth_trying(best[shape], by_shape[shape], knob) for shape in near}
+            self._begin(4, f"{knob} of {_counted(len(near), 'kind')}")
             self._estimate([each for options in others.values() for each in options], least, replication=0)
             for shape, options in others.items():
                 best[shape] = min((best[shape], *options), key=lambda each: (each.cost, not each.feasible.is_default))
         self._replicate([each for options in by_shape.values() for each in options if each.estimates], best, least)
+
+    def _probe(self, best: dict[Shape, Tried], by_shape: dict[Shape, list[Tried]], least: dict[Shape, float]) -> None:
+        """One other token budget for each shape that vLLM's own leaves dear, though the engine could do much more."""
+        wanted = {
+            shape: option
+            for shape, each in best.items()
+            if each.cost < math.inf
+            and self._may_win(each, best, least)
+            and not self._is_near(each, best, least)
+            and (option := _other_budget(each, by_shape[shape])) is not None
+        }
+        self._begin(4, f"another budget of {_counted(len(wanted), 'kind')}")
+        self._estimate(list(wanted.values()), least, replication=0)
+        for shape, option in wanted.items():
+            best[shape] = min((best[shape], option), key=lambda each: each.cost)
+
+    def _is_worth_turning(self, each: Tried, others: dict[Shape, Tried], least: dict[Shape, float]) -> bool:
+        """Whether other knobs may make a shape hold at all, or save it a replica and with that be the cheapest."""
+        needed = each.num_replicas
+        if needed is None:
+            return True
+        saves = whole(ROOM_FOR_KNOBS * least[each.shape]) < whole(FLEET_MARGIN * needed.mean)
+        return saves and self._is_near(each, others, least)
+
+    def _may_win(self, each: Tried, others: dict[Shape, Tried], least: dict[Shape, float]) -> bool:
+        """Whether a shape, by what its engine can do at most, may be the cheapest in whole replicas."""
+        at_least = each.whole_cost(whole(ROOM_FOR_KNOBS * least[each.shape]), self._spare)
+        return at_least <= min(self._surely(other) for other in others.values())
+
+    def _is_near(self, each: Tried, others: dict[Shape, Tried], least: dict[Shape, float]) -> bool:
+        """Whether a shape may win, and is not far from the best, be it with fractions of replicas or without."""
+        if not self._may_win(each, others, least) or each.cost == math.inf:
+            return False
+        cheapest = min(other.cost for other in others.values())
+        least_bought = min(
+            other.whole_cost(_rounded(other), self._spare) for other in others.values() if other.cost < math.inf
+        )
+        bought = each.whole_cost(_rounded(each), self._spare)
+        return each.cost <= CONTENDER * cheapest or bought <= CONTENDER * least_bought
 
     def _worth_trying(self, base: Tried, options: Sequence[Tried], knob: str) -> list[Tried]:
         """Other values of a knob, but for those that change nothing, which are written down."""
@@ -334,8 +404,14 @@ class _Search:
         ranked = sorted((each for each in tried if each.cost < math.inf), key=lambda each: (each.cost, each.candidate))
         if not ranked:
             return
-        near = [each for each in best.values() if each.cost <= CONTENDER * ranked[0].cost]
-        chosen = ranked[:MOST_REPLICATED] + [each for each in near if each not in ranked[:MOST_REPLICATED]]
+        near = [each for each in best.values() if self._is_near(each, best, least)]
+        cheap = [each for each in ranked[:MOST_REPLICATED] if each.cost <= CONTENDER * ranked[0].cost]
+        chosen = list(dict.fromkeys([*cheap, *near]))
+        self._begin(
+            5,
+            f"{_counted(len(chosen), 'candidate')} on other requests",
+            (self._question.replications - 1) * len(chosen),
+        )
         for replication in range(1, self._question.replications):
             self._estimate(chosen, least, replication)
 
@@ -344,19 +420,32 @@ class _Search:
         for first in firsts:
             options = [each for each in self.found.tried if each.shape == first.shape]
             if all(each.num_replicas is None for each in options):
-                below = first.estimates[0]["below"] or {}
-                missed = [each for each in below.get("objectives", ()) if not each["passed"]]
-                self.found.dropped.append(Dropped(first.shape, "never_holds", _never(missed)))
+                self.found.dropped.append(Dropped(first.shape, "never_holds", _never(first.missed)))
 
     # 6 -- the whole fleets of the best few
 
     def _verify(self, ranked: Sequence[Tried]) -> None:
         """Whole fleets of the cheapest candidates, one of a shape first, then others of the cheapest."""
         chosen = self._finalists(ranked)
-        if not chosen:
-            return
-        self._tell(f"simulating the whole fleets of {len(chosen)} deployments")
-        sizes = {each.candidate: _rounded(each) for each in chosen}
+        while chosen:
+            self._find_sizes(chosen)
+            self._repeat(chosen)
+            self.found.finalists += chosen
+            chosen = self._might_be_cheaper(ranked)
+
+    def _might_be_cheaper(self, ranked: Sequence[Tried]) -> list[Tried]:
+        """The cheapest of the shapes not yet verified whose estimate costs less than any fleet that held."""
+        known = [each for each in self.found.finalists if each in ranked]
+        held = [each.whole_cost(size, self._spare) for each in known if (size := smallest_that_holds(each)) is not None]
+        shapes = {each.shape for each in known}
+        others = [each for each in self._in_whole_replicas(ranked) if each.shape not in shapes]
+        least = min(held, default=math.inf)
+        return [each for each in others if each.whole_cost(_rounded(each), self._spare) < least][:1]
+
+    def _find_sizes(self, chosen: Sequence[Tried]) -> None:
+        """For each the number of replicas that holds over the whole workload, and the next smaller, which does not."""
+        self._begin(6, f"whole fleets of {_counted(len(chosen), 'candidate')}")
+        sizes = {each.candidate: min(_rounded(each), jobs.MOST_REPLICAS - self._spare) for each in chosen}
         settled: set[Candidate] = set()
         for _ in range(_MOST_ROUNDS):
             open_ones = [each for each in chosen if each.candidate not in settled]
@@ -364,48 +453,54 @@ class _Search:
                 break
             self._simulate_fleets([(each, sizes[each.candidate], 0) for each in open_ones])
             for each in open_ones:
-                step = _next_size(each, sizes[each.candidate])
+                step = next_size(each, jobs.MOST_REPLICAS - self._spare)
                 if step is None:
                     settled.add(each.candidate)
                 else:
                     sizes[each.candidate] = step
-        self._repeat(chosen)
-        self.found.finalists += chosen
 
-    def _finalists(self, ranked: Sequence[Tried]) -> list[Tried]:
-        """The cheapest as whole fleets: the best of each shape first, then others of the shapes near the best."""
-        order = sorted(
+    def _in_whole_replicas(self, ranked: Sequence[Tried]) -> list[Tried]:
+        """By what is bought."""
+        return sorted(
             ranked,
             key=lambda each: (each.whole_cost(_rounded(each), self._spare), each.cost, not each.feasible.is_default),
         )
+
+    def _finalists(self, ranked: Sequence[Tried]) -> list[Tried]:
+        """The cheapest as whole fleets: the best of each shape first, then others of the shapes near the best."""
+        order = self._in_whole_replicas(ranked)
         firsts = [each for k, each in enumerate(order) if each.shape not in {other.shape for other in order[:k]}]
-        near = [each for each in firsts if each.cost <= FINALIST * firsts[0].cost]
+        near = [each for each in firsts if each.cost <= FINALIST * firsts[0].cost or self._costs_as(each, firsts[0])]
         chosen = near[:NUM_FINALISTS] if len(near) > 1 else firsts[:2]
         others = [each for each in order if each not in chosen and each.cost <= (1 + jobs.TOLERANCE) * order[0].cost]
         return [*chosen, *others[: max(0, NUM_FINALISTS - len(chosen))]]
 
+    def _costs_as(self, each: Tried, best: Tried) -> bool:
+        """Whether a fleet costs about what another one does, in whole replicas."""
+        one, other = (tried.whole_cost(_rounded(tried), self._spare) for tried in (each, best))
+        return one <= FINALIST * other
+
     def _repeat(self, chosen: Sequence[Tried]) -> None:
         """The smallest fleet that held, in the other replications, one more replica where one of them does not hold."""
+        self._begin(6, f"whole fleets of {_counted(len(chosen), 'candidate')}, other orders")
         for _ in range(_MOST_ROUNDS):
-            wanted = []
-            for each in chosen:
-                size = smallest_that_holds(each)
-                if size is not None:
-                    wanted += [
-                        (each, size, replication)
-                        for replication in range(1, self._num_fleets)
-                        if (size, replication) not in each.fleets
-                    ]
+            self._simulate_fleets(
+                [
+                    (each, size, 0)
+                    for each in chosen
+                    if (size := _skipped(each, jobs.MOST_REPLICAS - self._spare)) is not None
+                ]
+            )
+            wanted = [
+                (each, size, replication)
+                for each in chosen
+                if (size := smallest_that_holds(each)) is not None
+                for replication in range(1, self._num_fleets)
+                if (size, replication) not in each.fleets
+            ]
             if not wanted:
                 break
             self._simulate_fleets(wanted)
-            again = []
-            for each in chosen:
-                size = smallest_that_holds(each)
-                if size is None:
-                    tried_sizes = [known for known, _ in each.fleets]
-                    again.append((each, max(tried_sizes) + 1, 0))
-            self._simulate_fleets(again)
 
     def _simulate_fleets(self, wanted: Sequence[tuple[Tried, int, int]]) -> None:
         results = self._do(
@@ -416,9 +511,12 @@ class _Search:
 
     # --
 
+    def _begin(self, number: int, what: str, total: int | None = None) -> None:
+        self._stage.begin(number, what, total)
+
     def _do(self, made: Iterable[Job]) -> list[Any]:
         """Results of jobs, in order; what they took is counted."""
-        results = list(self._workers.map(list(made)))
+        results = self._stage.do(list(made), self._workers)
         for result in results:
             self.found.num_simulations += result.get("num_simulations", 1)
             self.found.num_requests += result.get("num_requests", 0)
@@ -435,7 +533,9 @@ _FIRST_GUESS = 1.3
 """A first guess, over the bound: engines are rarely run fuller than three quarters under an objective on latency."""
 _NARROW_STEP = 1.06
 """Factor between tries where another replication already said where to look."""
-_MOST_ROUNDS = 12
+_MOST_ROUNDS = 25
+_STRIDE = 0.03
+"""Of a fleet's size, between two that are simulated while one side of the bracket is not known."""
 _KNOBS = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization")
 
 
@@ -472,6 +572,18 @@ def shown(objective: dict[str, Any]) -> str:
     return "nothing measured" if value is None else f"{value:,.4g} {unit}".strip()
 
 
+def _other_budget(base: Tried, options: Sequence[Tried]) -> Tried | None:
+    """A much smaller token budget where it is the time between tokens that costs replicas, else the largest one."""
+    own = base.candidate.knobs.max_num_batched_tokens
+    others = _varied(base, options, "max_num_batched_tokens")
+    worst = (base.estimates[0]["at"] or {}).get("worst") or ""
+    if worst.startswith(("itl", "tpot", "goodput")):
+        smaller = [each for each in others if PROBED_BUDGET <= each.candidate.knobs.max_num_batched_tokens < own]
+        return min(smaller, key=lambda each: each.candidate.knobs.max_num_batched_tokens, default=None)
+    larger = [each for each in others if each.candidate.knobs.max_num_batched_tokens > own]
+    return max(larger, key=lambda each: each.candidate.knobs.max_num_batched_tokens, default=None)
+
+
 def _varied(base: Tried, options: Sequence[Tried], knob: str) -> list[Tried]:
     """The candidates of the shape that differ from this one in that knob alone, and were not tried."""
 
@@ -492,26 +604,57 @@ def _without_effect(base: Tried, option: Tried, knob: str, shares_prefixes: bool
     ours, other = base.candidate.knobs, option.candidate.knobs
     if knob == "max_num_seqs" and at["num_running_peak"] < min(ours.max_num_seqs, other.max_num_seqs):
         return f"never more than {at['num_running_peak']:,} requests ran at once"
-    if knob == "gpu_memory_utilization" and not shares_prefixes and not at["num_preemptions"]:
-        used = at["kv_usage_peak"] * base.feasible.memory.num_gpu_blocks
-        if used < 0.98 * min(base.feasible.memory.num_gpu_blocks, option.feasible.memory.num_gpu_blocks):
-            return f"never more than {100 * at['kv_usage_peak']:.0f} % of the KV cache was in use"
+    is_pool_ample = (
+        not shares_prefixes
+        and not at["num_preemptions"]
+        and at["kv_usage_peak"] * base.feasible.memory.num_gpu_blocks
+        < 0.98 * min(base.feasible.memory.num_gpu_blocks, option.feasible.memory.num_gpu_blocks)
+    )
+    smaller = min(ours.max_num_batched_tokens, other.max_num_batched_tokens)
+    if knob == "max_num_batched_tokens" and is_pool_ample and at["num_step_tokens_peak"] < smaller:
+        return f"never more than {at['num_step_tokens_peak']:,} tokens were in a step"
+    if knob == "gpu_memory_utilization" and is_pool_ample:
+        return f"never more than {100 * at['kv_usage_peak']:.0f} % of the KV cache was in use"
     return ""
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def whole(num_replicas: float) -> int:
+    """Replicas that can be bought."""
+    return max(1, math.ceil(num_replicas - 1e-9))
 
 
 def _rounded(each: Tried) -> int:
     """Whole replicas from which the simulation of fleets begins: a router that looks at the load does a little better
     than taking turns, so the mean is rounded up, not the end of its interval."""
     needed = each.num_replicas
-    return 1 if needed is None else max(1, math.ceil(needed.mean - 1e-9))
+    return 1 if needed is None else whole(needed.mean)
 
 
-def _next_size(each: Tried, size: int) -> int | None:
-    """The size to simulate next: one less while it holds, one more while it does not; None where both are known."""
+def next_size(each: Tried, most: int) -> int | None:
+    """The size to simulate next, so that one is known to hold and the next smaller not to; None where that is known.
+
+    The first step is of one replica, of a large fleet a few percent; steps double until both sides are known, and what
+    is between them is then halved.
+    """
     holds = {known: result["holds"] for (known, replication), result in each.fleets.items() if replication == 0}
-    if holds[size]:
-        return size - 1 if size > 1 and size - 1 not in holds else None
-    return size + 1 if size + 1 not in holds else None
+    high = min((size for size, held in holds.items() if held), default=None)
+    low = max((size for size, held in holds.items() if not held and (high is None or size < high)), default=0)
+    step = 2 ** (len(holds) - 1) * _STRIDE
+    if high is None:
+        return min(low + max(1, round(step * low)), most) if low < most else None
+    if high - low <= 1:
+        return None
+    return (low + high) // 2 if low else max(1, high - max(1, round(step * high)))
+
+
+def _skipped(each: Tried, most: int) -> int | None:
+    """One replica more than the largest fleet that missed in a replication, where nobody simulated that."""
+    missed = max((size for (size, _), result in each.fleets.items() if not result["holds"]), default=None)
+    return None if missed is None or missed >= most or (missed + 1, 0) in each.fleets else missed + 1
 
 
 def smallest_that_holds(each: Tried, *, in_all: bool = True) -> int | None:
