@@ -6,7 +6,16 @@ from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import NamedTuple
 
-from windtunnel.reports.optimize_data import Optimized, Step, half_width, relative, say_value, signed, with_noise
+from windtunnel.reports.optimize_data import (
+    Optimized,
+    Step,
+    half_width,
+    is_level,
+    relative,
+    say_value,
+    signed,
+    with_noise,
+)
 from windtunnel.reports.sweep_data import SweptPoint
 from windtunnel.reports.words import percent, plural, verb
 from windtunnel.sim.metrics.replications import Interval
@@ -62,7 +71,7 @@ def settings_words(found: Optimized, point: SweptPoint) -> str:
 
 def _headline(found: Optimized) -> tuple[str, str]:
     if found.is_infeasible:
-        return "Nothing of this starts.", "bad"
+        return f"Nothing of this starts: {_why_not(found)}", "bad"
     winner = found.winner
     if winner is None:
         return _none_holds(found), "bad"
@@ -73,11 +82,54 @@ def _headline(found: Optimized) -> tuple[str, str]:
             "bad",
         )
     if not changed_keys(found, winner):
-        return "Keep the settings as they are: nothing that was tried is better beyond noise.", "good"
+        more, tone = ("; it does not keep up with this load", "note") if _num_overloaded(winner) else ("", "good")
+        return f"Keep the settings as they are: nothing that was tried is better beyond noise{more}.", tone
+    if _is_worse(found):
+        gain = found.confirmation.gain(found.target.key) if found.confirmation is not None else None
+        shown = gain is not None and _is_beyond_noise(gain)
+        why = (
+            "they are better than all that was searched" if shown else "nothing that was searched is shown to be better"
+        )
+        best = settings_words(found, winner)
+        return f"Keep the settings as they are: {why}; the best of that, told below, is {best}.", "note"
+    if _num_overloaded(winner):
+        return f"Set {settings_words(found, winner)}; it does not keep up with this load.", "note"
     if _is_unproven(found):
-        runs = plural(len(winner.runs), "fresh run")
+        runs = plural(len(winner.runs), "run" if found.is_fixed else "fresh run")
         return f"Set {settings_words(found, winner)}; {runs} do not show its gain beyond noise (--reps).", "note"
     return f"Set {settings_words(found, winner)}.", "good"
+
+
+def _why_not(found: Optimized) -> str:
+    """Why the first of those that were searched does not start, as a sentence."""
+    searched = [each for each in found.tried if each.in_space] or list(found.tried)
+    why = searched[0].point.infeasible
+    return f"{why[:1].upper()}{why[1:].rstrip('.')}." if why else "the reasons are below."
+
+
+def _is_worse(found: Optimized) -> bool:
+    """Whether the scenario's own settings, which are not among those searched, are better, by more than what is level.
+
+    They are then no answer of the search, but what to stay with.
+    """
+    confirmation = found.confirmation
+    if confirmation is None or confirmation.start is None or found.start.in_space or found.start.excess > 0:
+        return False
+    start, winner = confirmation.start, confirmation.winner
+    if start.is_unsafe or (found.objectives and not start.holds):
+        return False
+    gain = confirmation.gain(found.target.key)
+    loses = gain is not None and found.target.sign * gain.mean < 0
+    return loses and not is_level(start, winner, found.target)
+
+
+def _num_overloaded(point: SweptPoint) -> int:
+    """Runs in which the queue grows for as long as the load lasts, be they long enough to show it or not."""
+    return sum(
+        run.get("verdict") in ("overloaded", "stalled")
+        or (run.get("verdict") == "too_short" and (run.get("utilisation") or 0.0) > 1)
+        for run in point.runs
+    )
 
 
 def _is_unproven(found: Optimized) -> bool:
@@ -85,20 +137,31 @@ def _is_unproven(found: Optimized) -> bool:
     confirmation = found.confirmation
     if confirmation is None or confirmation.start is None or (found.objectives and not confirmation.start.holds):
         return False
-    gains = [confirmation.gain(found.target.key), confirmation.gain("headroom")]
+    gains = [(found.target.sign, confirmation.gain(found.target.key)), (1, confirmation.gain("headroom"))]
     cheaper = (confirmation.winner.mean("num_gpus") or 0.0) < (confirmation.start.mean("num_gpus") or 0.0)
-    return not cheaper and not any(gain is not None and gain.mean and _is_beyond_noise(gain) for gain in gains)
+    return not cheaper and not any(
+        gain is not None and sign * gain.mean > 0 and _is_beyond_noise(gain) for sign, gain in gains
+    )
 
 
 def _none_holds(found: Optimized) -> str:
     asked = ", ".join(found.objectives)
     near = found.nearest
-    if not found.objectives or near is None:
+    if near is None or (not found.objectives and near.point.is_unsafe):
         return "No deployment that was tried is safe to run."
+    if not found.objectives:
+        return f"No deployment tells its {found.target.words}, so that none can be called best."
+    if near.excess <= 0 and not near.point.is_unsafe:
+        return f"No deployment that keeps {asked} tells its {found.target.words}, so that none can be called best."
     if near.excess <= 0:
         return f"Deployments that keep {asked} have unsafe memory plans; none is left to recommend."
     run = max(near.point.runs, key=lambda one: one.get("worst_use") or 0.0)
     text = run.get("worst_objective") or run.get("slo_missed") or asked
+    if (run.get("worst_use") or 0.0) < 1 and run.get("verdict") == "overloaded":
+        return (
+            f"No deployment keeps the objectives ({asked}). The nearest is {settings_words(found, near.point)}, which "
+            f"does not keep up with the load: its queue grows, and {text} is missed sooner or later."
+        )
     return (
         f"No deployment keeps the objectives ({asked}). The nearest is {settings_words(found, near.point)}, which "
         f"misses {text} by {percent(near.excess)} of its limit."
@@ -119,7 +182,12 @@ def _gains(found: Optimized) -> Iterator[str]:
         return
     own = confirmation.winner.interval(target.key)
     runs = plural(len(confirmation.seeds), "run")
-    if own is not None:
+    if own is not None and found.is_fixed and found.at != "capacity":
+        yield (
+            f"In {runs}: {target.words} {with_noise(target, own.mean, half_width(own))}. Nothing is drawn, so that "
+            "other seeds serve the same requests: try it on another trace, too."
+        )
+    elif own is not None:
         yield f"Confirmed in {runs} with fresh seeds: {target.words} {with_noise(target, own.mean, half_width(own))}."
     if confirmation.start is None:
         yield "The scenario's own settings do not start, so that there is nothing to hold it against."
@@ -193,7 +261,9 @@ def _costs(found: Optimized) -> Iterator[str]:
 def _risks(found: Optimized) -> Iterator[str]:
     winner = found.winner
     if winner is not None:
+        yield from _growing_queue(winner)
         yield from _what_binds(found, winner)
+        yield from _error_of_steps(found, winner)
         yield from _memory(winner)
     if found.confirmation is not None and found.confirmation.passed_over:
         number = len(found.confirmation.passed_over)
@@ -216,6 +286,20 @@ def _risks(found: Optimized) -> Iterator[str]:
         )
 
 
+def _how_near(use: float) -> str:
+    return "" if use < NEARLY else ", near" if use <= 1 else ", beyond it"
+
+
+def _growing_queue(winner: SweptPoint) -> Iterator[str]:
+    number = _num_overloaded(winner)
+    if number:
+        yield (
+            f"It is overloaded in {number} of {plural(len(winner.runs), 'run')}: the queue grows as long as the load "
+            "lasts, and a longer run would give other numbers. An objective (--slo) leaves out what does not keep up; "
+            "--at capacity finds what does."
+        )
+
+
 def _what_binds(found: Optimized, winner: SweptPoint) -> Iterator[str]:
     if found.at == "capacity":
         names = list(dict.fromkeys(str(run["binding"]) for run in winner.runs if run.get("binding")))
@@ -231,9 +315,7 @@ def _what_binds(found: Optimized, winner: SweptPoint) -> Iterator[str]:
     use, text = winner.mean("worst_use"), run.get("worst_objective")
     if use is not None and text:
         what = "the load that saturates it" if text == "utilisation" else f"the limit of {text}"
-        yield f"What binds first: {percent(use)} of {what} is used{' — near' if use >= NEARLY else ''}.".replace(
-            " —", ","
-        )
+        yield f"What binds first: {percent(use)} of {what} is used{_how_near(use)}."
     preemptions = winner.mean("preemptions") or 0.0
     if preemptions >= 1:
         yield f"KV blocks are short: {preemptions:,.0f} preemptions a run."
@@ -241,6 +323,23 @@ def _what_binds(found: Optimized, winner: SweptPoint) -> Iterator[str]:
     peak = winner.mean("num_running_peak")
     if isinstance(seats, int) and peak is not None and peak >= seats:
         yield f"All {seats:,} seats (max_num_seqs) are taken at the peak."
+
+
+def _error_of_steps(found: Optimized, winner: SweptPoint) -> Iterator[str]:
+    """How far off step times may be, beside the head-room, which should be more than that."""
+    if not found.context.calibrated:
+        yield "Step times are not calibrated: their error is not known, and not in the intervals."
+        return
+    error, headroom = winner.mean("step_time_error_p90_percent"), winner.mean("headroom")
+    if error is None:
+        return
+    told = f"Step times of the profile may be off, nine of ten by up to {percent(error / 100)}"
+    if headroom is None or not found.objectives:
+        yield f"{told}; that is not in the intervals."
+    elif 100 * headroom < error:
+        yield f"{told}: more than the head-room of {say_value('headroom', headroom)}, so measure before you rely on it."
+    else:
+        yield f"{told}: less than the head-room of {say_value('headroom', headroom)}."
 
 
 def _memory(winner: SweptPoint) -> Iterator[str]:
@@ -262,10 +361,10 @@ def _how(found: Optimized) -> Iterator[str]:
     grid = found.num_grid
     if found.num_combinations is not None and grid is not None:
         if found.at == "capacity":
-            yield f"The grid has {found.num_combinations:,} deployments."
+            yield f"The grid has {plural(found.num_combinations, 'deployment')}."
         else:
             yield (
-                f"The grid of all values has {found.num_combinations:,} deployments and would take {grid:,} "
+                f"The grid of all values has {plural(found.num_combinations, 'deployment')} and would take {grid:,} "
                 "simulations, less those of deployments that do not start."
             )
     yield _what_for(found)

@@ -190,6 +190,8 @@ class Optimized:
     command: str
     overrides: Mapping[str, Any]
     notes: tuple[str, ...]
+    is_fixed: bool = False
+    """Whether nothing is drawn, as in a trace, so that all seeds serve the same requests."""
 
     @property
     def winner(self) -> SweptPoint | None:
@@ -214,8 +216,9 @@ class Optimized:
 
     @property
     def is_infeasible(self) -> bool:
-        """Whether nothing starts."""
-        return all(each.point.infeasible for each in self.tried)
+        """Whether nothing of what is searched starts, whatever the scenario's own settings do outside of that."""
+        searched = [each for each in self.tried if each.in_space]
+        return all(each.point.infeasible for each in searched or self.tried)
 
     @property
     def num_grid(self) -> int | None:

@@ -204,7 +204,8 @@ def _walk(found: Optimized) -> Iterator[Figure]:
         "hovermode": "closest",
         "showlegend": False,
     }  # fmt: skip
-    caption = "From the scenario's settings (left) to the answer (right), one knob at a time, on fresh seeds."
+    on = "" if found.is_fixed else ", on fresh seeds"
+    caption = f"From the scenario's settings (left) to the answer (right), one knob at a time{on}."
     caption += "" if found.is_flat else " Bars hold the step's paired change with 95 % confidence."
     yield Figure("walk", "Which knob buys how much", caption + _flat_words(found), data, layout)
 

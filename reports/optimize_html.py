@@ -68,7 +68,7 @@ def _page(found: Optimized) -> Iterator[str]:
     yield from page_head(f"{shared.title}: {found.target.words}", skip_to="curves", styles=STYLES)
     yield from header(shared)
     yield "<main>"
-    yield from answer_box(said.headline, [*said.gains, *said.costs[:1], *said.risks[:2]], said.tone)
+    yield from answer_box(said.headline, [*said.gains, *said.costs[:1], *said.risks[:3]], said.tone)
     yield _cards(found)
     yield from _command(found)
     yield from warning_box(shared.warnings, calibrated=shared.calibrated or found.is_infeasible)

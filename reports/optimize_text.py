@@ -106,7 +106,8 @@ def _walk(found: Optimized) -> Iterator[str]:
     if not found.walk:
         return
     yield ""
-    yield f"From the scenario's settings to the answer, on {plural(len(found.walk[0].after.runs), 'fresh seed')}:"
+    seeds = plural(len(found.walk[0].after.runs), "seed" if found.is_fixed else "fresh seed")
+    yield f"From the scenario's settings to the answer, on {seeds}:"
     told = [(step_words(step), step_buys(found, step)) for step in found.walk]
     width = max(len(words) for words, _ in told)
     for words, buys in told:

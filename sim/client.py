@@ -24,7 +24,7 @@ class Server(Protocol):
     """Where requests are sent to."""
 
     def submit(self, request: Request) -> int:
-        """Take a request in; returns the number of the replica, -1 while it has none (``Client.placed`` tells it later).
+        """Take a request in; returns the replica's number, -1 while it has none (``Client.placed`` tells it later).
 
         Raises ValueError if it is refused.
         """

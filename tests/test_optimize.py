@@ -173,6 +173,88 @@ def test_a_space_of_which_nothing_starts_is_infeasible() -> None:
     assert "Nothing of this starts" in found.text()
 
 
+def test_a_space_that_does_not_start_is_infeasible_even_if_the_scenario_does() -> None:
+    found = optimized({"num_gpu_blocks_override": [3, 4]}, reps=2)
+    assert found.is_infeasible
+    assert re.search(r"Nothing of this starts: .*block", squeezed(found.text()))
+
+
+def test_a_scenario_that_is_better_than_all_that_is_searched_is_to_be_kept() -> None:
+    endless = {**TINY, "slo": {"goodput": ["ttft:400"]}}
+    found = wt.optimize(endless, {"max_num_seqs": [1]}, jobs=1, reps=3, request_rate=40)
+    confirmation = found.optimized.confirmation
+    assert confirmation is not None
+    gain = confirmation.gain("goodput_per_gpu_hour")
+    assert gain is not None
+    assert gain.high < 0
+    assert "Keep the settings as they are: they are better than all that was searched" in squeezed(found.text())
+    assert "Set max_num_seqs" not in found.text()
+
+
+def test_an_answer_with_less_than_the_scenario_is_not_to_be_set_even_within_the_noise() -> None:
+    """Two runs have an interval so wide that it shows nothing."""
+    endless = {**TINY, "slo": {"goodput": ["ttft:400"]}}
+    found = wt.optimize(endless, {"max_num_seqs": [3]}, jobs=1, reps=2, request_rate=90)
+    confirmation = found.optimized.confirmation
+    assert confirmation is not None
+    gain = confirmation.gain("goodput_per_gpu_hour")
+    assert gain is not None
+    assert gain.mean < 0 < gain.high
+    assert "Keep the settings as they are: nothing that was searched is shown to be better" in squeezed(found.text())
+
+
+def test_a_number_that_no_run_has_is_not_called_unsafe() -> None:
+    found = optimized({"max_num_seqs": [2, 4]}, wanted="p99_itl_ms", output=1, reps=1)
+    assert found.settings is None
+    assert "unsafe" not in found.text()
+    assert "tells its P99 ITL" in squeezed(found.text())
+
+
+def test_an_answer_that_does_not_keep_up_is_not_praised() -> None:
+    one = {**TINY["deployment"], "data_parallel_size": 1}
+    endless = {**TINY, "deployment": one, "slo": {"goodput": ["ttft:400"]}}
+    found = wt.optimize(endless, {"max_num_seqs": [1, 4, 6]}, jobs=1, reps=2, request_rate=90)
+    said = squeezed(found.text())
+    assert "it does not keep up with this load" in said
+    assert "It is overloaded in 2 of 2 runs" in said
+
+
+def test_a_run_too_short_to_show_that_its_queue_grows_is_known_by_the_load_that_saturates_it() -> None:
+    found = wt.optimize(
+        "chat-8b-h100", {"max_num_seqs": [256]}, jobs=1, reps=1, num_requests=100, request_rate=90, objectives=[]
+    )
+    assert found.optimized.winner is not None
+    run = found.optimized.winner.runs[0]
+    assert run["verdict"] == "too_short"
+    assert run["utilisation"] > 1
+    assert "It is overloaded in 1 of 1 run:" in squeezed(found.text())
+
+
+def test_a_queue_that_grows_is_not_told_as_a_share_of_a_limit_that_was_not_reached() -> None:
+    found = optimized({"max_num_seqs": [1]}, reps=2, slo="ttft:p99<3600s", request_rate=40)
+    said = squeezed(found.text())
+    assert "does not keep up with the load" in said
+    assert "of its limit" not in said
+
+
+@pytest.mark.parametrize("trials", [5, 64])
+def test_a_space_that_was_tried_in_full_is_said_to_be(trials: int) -> None:
+    found = optimized({"max_num_seqs": [2, 8], "data_parallel_size": [2, 3]}, reps=1, trials=trials)
+    assert sum(each.in_space for each in found.optimized.tried) == 4
+    assert "all combinations have been tried" in squeezed(found.text())
+
+
+def test_a_trace_is_not_said_to_be_confirmed_on_other_requests(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = [f"{0.05 * k:.2f},{20 + k},16" for k in range(30)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows, ""]))
+    fixed = {**TINY, "workload": {"trace": str(trace)}}
+    found = wt.optimize(fixed, {"max_num_seqs": [2, 8]}, jobs=1, slo="ttft:p99<60s")
+    said = squeezed(found.text())
+    assert "other seeds serve the same requests" in said
+    assert "fresh" not in said
+
+
 def test_a_start_that_cannot_run_is_no_hindrance() -> None:
     tight = {**TINY, "deployment": {"num_gpu_blocks_override": 4, "data_parallel_size": 2}}
     found = wt.optimize(tight, {"num_gpu_blocks_override": [4, 65]}, jobs=1, reps=2)
@@ -212,6 +294,11 @@ def test_any_number_of_a_run_can_be_wanted() -> None:
         ({"max_num_seqs": [1, 0]}, {}, "at least 1"),
         ({"max_num_seqs": [1, 2]}, {"wanted": "p99_ttf_ms"}, "did you mean 'p99_ttft_ms'"),
         ({"request_rate": [1, 2]}, {"at": "capacity"}, "cannot be tuned at capacity"),
+        ({"request_rate": [1, 2]}, {}, "all deployments must serve alike"),
+        ({"output": [16, 32]}, {}, "all deployments must serve alike"),
+        ({"gpu_hour": [1, 2]}, {}, "no setting of a deployment"),
+        ({"objectives": ["ttft:p99<1s"]}, {}, "no setting of a deployment"),
+        ({"max_num_seqs": [1, 2]}, {"gpu_price": 0}, "price of 0"),
         ({"max_num_seqs": [1, 2]}, {"at": "night"}, "load or capacity"),
         ({"max_num_seqs": [1, 2]}, {"trials": 0}, "trials must be 1"),
     ],

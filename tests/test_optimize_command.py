@@ -216,3 +216,37 @@ def test_level_is_what_is_close_not_what_is_unknown(first: SweptPoint, second: S
     target = Target("goodput", "goodput", "req/s", "higher")
     assert is_level(first, second, target) is level
     assert is_level(second, first, target) is level
+
+
+def test_no_output_takes_the_place_of_what_is_read_or_kept(
+    scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, folder = tmp_path / "trace.csv", tmp_path / "out"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,8,8\n")
+    tune = ("--tune", "max_num_seqs=2,4")
+    assert run(scenario, *tune, "--csv", scenario) == 2
+    assert run(scenario, *tune, "--set", f"trace={trace}", "--csv", str(trace)) == 2
+    assert run(scenario, *tune, "-o", str(folder), "--csv", str(folder / "runs.csv")) == 2
+    assert run(scenario, *tune, "-o", str(folder), "--html", str(folder / "results" / "x.html")) == 2
+    assert "it is read for that" in (said := capsys.readouterr().err)
+    assert "writes its own there" in said
+    assert Path(scenario).read_text() == SCENARIO
+    assert trace.read_text().startswith("TIMESTAMP")
+    assert not folder.exists()
+
+
+def test_the_error_of_the_profile_is_held_against_the_head_room() -> None:
+    found = wt.optimize(
+        "chat-8b-h100", {"max_num_seqs": [64, 128]}, jobs=1, reps=1, num_requests=60, request_rate=2, slo="ttft:p99<60s"
+    )
+    said = " ".join(found.text().split())
+    assert "nine of ten by up to 28 %: less than the head-room of" in said
+
+
+def test_without_optuna_no_folder_is_left_behind(
+    scenario: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert run(scenario, "--tune", "max_num_seqs=2,4", "-o", str(tmp_path / "out")) == 2
+    assert "pip install" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

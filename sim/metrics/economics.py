@@ -43,8 +43,8 @@ NUM_WORST = 10
 class Rates:
     """What the GPUs of one replica cost and draw, as the user gave it.
 
-    Raises ValueError for a count below 1, a number that is not from 0 to ``LARGEST_RATE``, one of the two powers without
-    the other, and an idle power above the busy one.
+    Raises ValueError for a count below 1, a number that is not from 0 to ``LARGEST_RATE``, one of the two powers
+    without the other, and an idle power above the busy one.
     """
 
     num_gpus: int = 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -161,19 +162,20 @@ def optimize(
       windtunnel optimize chat-8b-h100 --set num_requests=1000 -o night -j 8 --resume
     """
     outputs = _Outputs(as_json, markdown, html, csv, parquet, save_scenario, output, quiet)
-    _check_outputs(outputs, scenario, resume=resume)
+    tuned, overrides = _tuned(tune or ()), _overrides(settings or (), slo, goodput, gpu_price)
+    _check_outputs(outputs, (scenario, *_named(tuned, overrides)), resume=resume)
     try:
         from windtunnel.optimizing.question import make_question
 
         question = make_question(
             scenario,
-            _tuned(tune or ()),
+            tuned,
             wanted=wanted,
             at=at,
             trials=trials,
             reps=reps,
             seed=seed,
-            overrides=_overrides(settings or (), slo, goodput, gpu_price),
+            overrides=overrides,
         )
         if dry_run:
             emit(_question_text(question, as_json=as_json))
@@ -230,7 +232,19 @@ def _overrides(
     return found
 
 
-def _check_outputs(outputs: _Outputs, scenario: str | None, *, resume: bool) -> None:
+def _named(told: Any, *more: Any) -> Iterator[str]:
+    """Whatever may be a file that runs read: words among values."""
+    if isinstance(told, str):
+        yield from (part.strip() for part in re.split("[,;]", told.removeprefix("choice:")))
+    elif isinstance(told, Mapping):
+        yield from _named(None, *told.values())
+    elif isinstance(told, list | tuple):
+        yield from _named(None, *told)
+    for each in more:
+        yield from _named(each)
+
+
+def _check_outputs(outputs: _Outputs, inputs: Sequence[str | None], *, resume: bool) -> None:
     from windtunnel.rundir import check_can_write_file
 
     if outputs.as_json and outputs.markdown:
@@ -238,15 +252,17 @@ def _check_outputs(outputs: _Outputs, scenario: str | None, *, resume: bool) -> 
     if resume and outputs.folder is None:
         raise typer.BadParameter("which search? Name its folder with -o DIR", param_hint="--resume")
     for path in outputs.files:
-        check_can_write_file(path, inputs=(scenario,))
+        check_can_write_file(path, inputs=inputs)
     if len({path.resolve() for path in outputs.files}) < len(outputs.files):
         raise typer.BadParameter("two outputs have the same name: give them different ones")
     if outputs.parquet is not None and outputs.parquet.suffix.lower() not in (".parquet", ".pq"):
         raise typer.BadParameter(f"{outputs.parquet} must end in .parquet or .pq", param_hint="--parquet")
     if outputs.folder is not None:
-        from windtunnel.optimizing.running import check_folder
+        from windtunnel.optimizing.running import check_folder, check_is_no_part
 
         check_folder(outputs.folder, resume=resume)
+        for path in outputs.files:
+            check_is_no_part(outputs.folder, path)
 
 
 # --- doing it
@@ -254,9 +270,11 @@ def _check_outputs(outputs: _Outputs, scenario: str | None, *, resume: bool) -> 
 
 def _run(question: Question, jobs: int | None, ray: str | None, outputs: _Outputs, *, resume: bool) -> Optimum:
     from windtunnel.optimizing.optimize import execute
+    from windtunnel.optimizing.search import check_optuna
     from windtunnel.sweeping.running import prepared
     from windtunnel.workers import Progress
 
+    check_optuna()
     with (
         Progress(label="runs", quiet=outputs.quiet) as progress,
         prepared(jobs, ray=ray, folder=outputs.folder, resume=resume, tell=progress) as how,

@@ -55,9 +55,11 @@ def job_of(question: Question, loaded: Loaded, seed: int, *, is_fine: bool) -> J
 
 
 def capacity_settings(objectives: Sequence[Slo], *, is_fine: bool) -> dict[str, float]:
-    """How a rate is searched for, with requests enough for the percentiles of the objectives."""
+    """How a rate is searched for, with requests enough for the percentiles and shares of the objectives."""
+    from windtunnel.capacity.search import rare_share
+
     own = dict(FINE if is_fine else COARSE)
-    tails = [1 - slo.percent / 100 for slo in objectives if slo.percent is not None and slo.percent < 100]
+    tails = [share for slo in objectives if (share := rare_share(slo))]
     needed = max((BEYOND / tail for tail in tails), default=0.0)
     counted = own["replications"] * COUNTED_SHARE
     return {**own, "num_requests": max(own["num_requests"], ceil(needed / counted))}

@@ -11,11 +11,12 @@ from windtunnel.optimizing.knobs import Knob
 from windtunnel.optimizing.outputs import scenario_text, serve_line
 from windtunnel.optimizing.question import DEFAULT_TRIALS, LOAD, Question, make_question
 from windtunnel.optimizing.running import check_folder
-from windtunnel.optimizing.search import Bench, Deployment, Found, Search
+from windtunnel.optimizing.search import Bench, Deployment, Found, Search, check_optuna
 from windtunnel.reports.optimize_data import Confirmation, Optimized, Step, Tried, TunedKnob
 from windtunnel.reports.values import plain
 from windtunnel.rundir import to_json, writing
 from windtunnel.sweeping.context import command_of, describe, report_context
+from windtunnel.sweeping.plan import is_fixed
 from windtunnel.sweeping.running import How, prepared
 from windtunnel.sweeping.sweep import with_objectives
 from windtunnel.workers import Done
@@ -77,6 +78,7 @@ def optimize(
         seed=seed,
         overrides=with_objectives(overrides, slo, goodput),
     )
+    check_optuna()
     if folder is not None:
         check_folder(Path(folder), resume=resume)
     tell = None if progress is None else _counter(progress)
@@ -163,6 +165,7 @@ def _gathered(
         command=_command(question),
         overrides=question.common,
         notes=question.notes,
+        is_fixed=is_fixed(question.base.scenario),
     )
 
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 LOAD, CAPACITY = "load", "capacity"
 DEFAULT_TRIALS = 64
 DEFAULT_REPS = {LOAD: 5, CAPACITY: 3}
-_NOT_TUNED = ("compare", "schema_version", "name", "description", "teaches", "seed", "objectives", "goodput")
-_LOADS = ("request_rate", "rate_scale", "num_requests", "max_concurrency", "trace", "input", "output")
+_NOT_TUNED = ("schema_version", "name", "description", "teaches", "seed")
+_NO_SETTINGS = ("slo", "price", "power", "run", "compare", "plan")
+"""Sections of which no key is a setting of a deployment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +201,22 @@ def _check_knobs(knobs: Sequence[Knob], common: Mapping[str, Any], at: str) -> N
     if not knobs:
         raise refusal("there is nothing to turn: give --tune KEY=SPEC, such as --tune max_num_seqs=32,64,128")
     for place, knob in enumerate(knobs):
-        override_path(knob.key)
-        if knob.key in _NOT_TUNED:
+        section = override_path(knob.key)[0]
+        if knob.key in _NOT_TUNED or section in _NO_SETTINGS:
             raise refusal(f"{knob.key} cannot be tuned: it is no setting of a deployment")
         if knob.key in [each.key for each in knobs[:place]]:
             raise refusal(f"{knob.key} is tuned twice: put all of its values into one specification")
         if knob.key in common:
             raise refusal(f"{knob.key} is tuned and also set to {common[knob.key]!r}: drop one of them")
-        if at == CAPACITY and knob.key in _LOADS:
-            raise refusal(f"{knob.key} cannot be tuned at capacity: the load is what is searched there (--at load)")
+        if section != "workload":
+            continue
+        if at == CAPACITY:
+            raise refusal(f"{knob.key} cannot be tuned at capacity: the load is what is searched there")
+        if knob.key != "max_concurrency":
+            raise refusal(
+                f"{knob.key} cannot be tuned: it is the load, which all deployments must serve alike; set it with "
+                "--set, or see what it does with windtunnel sweep"
+            )
 
 
 def _checked(scenario: Any, common: Mapping[str, Any], knob: Knob) -> Knob:
@@ -248,6 +256,8 @@ def _target(wanted: str, base: Loaded, *, is_priced: bool, currency: str, at: st
             name, sign = name.strip("+-").strip(), mark
     per = at == CAPACITY
     match name:
+        case "goodput_per_dollar" if is_priced and _is_free(base):
+            raise refusal("with GPUs at a price of 0 there is no goodput per dollar: give their price, or none at all")
         case "goodput_per_dollar" if is_priced:
             money = "dollar" if currency == "USD" else currency
             key, words, unit = "goodput_per_dollar", f"goodput per {money}", f"requests/{currency}"
@@ -271,6 +281,12 @@ def _target(wanted: str, base: Loaded, *, is_priced: bool, currency: str, at: st
     if not better:
         raise refusal(f"{name} is neither good nor bad in itself: write +{name} for as much as possible, or -{name}")
     return Target(key, words, unit, better)
+
+
+def _is_free(base: Loaded) -> bool:
+    """Whether a GPU, or one of several, costs nothing."""
+    price = base.scenario.price.gpu_hour
+    return 0 in (price.values() if isinstance(price, Mapping) else (price,))
 
 
 def _check_objectives(base: Loaded, objectives: Sequence[Slo]) -> None:

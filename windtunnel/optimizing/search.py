@@ -158,7 +158,7 @@ class Search:
             self._race(proposed)
             before, best = best, self._best()
             waited = 0 if self._is_better(before, best) else waited + 1
-            if number >= LEAST_ROUNDS and waited >= PATIENCE and best is not None:
+            if not self._is_exhausted() and number >= LEAST_ROUNDS and waited >= PATIENCE and best is not None:
                 stop = f"{waited} rounds in a row brought nothing better beyond noise"
         self._finish()
         order = ranked(self.question, [each.tried(self.question) for each in self._deployments.values()])
@@ -174,7 +174,7 @@ class Search:
         )
 
     def _why_none(self, left: int) -> str:
-        if left <= 0:
+        if left <= 0 and not self._is_exhausted():
             return f"the budget of {self.question.num_trials:,} deployments is used up (--trials)"
         return "all combinations have been tried"
 
@@ -444,6 +444,11 @@ def _word(value: Any) -> str:
 def _position(knob: Knob, value: Any) -> float | None:
     is_one = knob.is_numeric and isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_one else None
+
+
+def check_optuna() -> None:
+    """Raises OptunaMissing without the extra, before a folder is made for what could not begin."""
+    _optuna()
 
 
 def _optuna() -> Any:

@@ -63,8 +63,9 @@ def sweep(
     has most of ``best_by`` (goodput where limits are set, else output throughput; per GPU where points differ in
     GPUs).  ``baseline`` names the point that differences are counted from, by its settings.
 
-    ``jobs`` processes share the work (all CPUs if None), or a Ray cluster; the result is the same.  In ``folder`` each run is kept as soon as it is finished, and ``resume``
-    goes on from there; so do other sweeps, whose runs may be the same.  ``overrides`` hold for all points.
+    ``jobs`` processes share the work (all CPUs if None), or a Ray cluster; the result is the same.  In ``folder`` each
+    run is kept as soon as it is finished, and ``resume`` goes on from there; so do other sweeps, whose runs may be the
+    same.  ``overrides`` hold for all points.
 
     A point that vLLM would not start stays in the table, with the reason.  Raises ValueError for specifications that
     cannot be read, ScenarioError, TraceError or UnsupportedModel as ``simulate`` does, and OutputError for a folder.
