@@ -68,9 +68,9 @@ def warning_box(warnings: Sequence[str], *, calibrated: bool) -> Iterator[str]:
 
 
 def cards(items: Iterable[tuple[str, str, str]]) -> str:
-    """A few numbers side by side: what each is, its value, and more of it."""
+    """A few values side by side: what each is, the value, and more of it.  Long names may break at underscores."""
     made = (
-        f'<li><span class="name">{escape(name)}</span><span class="value">{escape(value)}</span>'
+        f'<li><span class="name">{escape(name)}</span><span class="value">{escape(value).replace("_", "_<wbr>")}</span>'
         f'<span class="more">{escape(more)}</span></li>'
         for name, value, more in items
     )

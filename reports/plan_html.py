@@ -12,6 +12,7 @@ from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.page import (
     answer_box,
     badge,
+    cards,
     cell,
     code,
     figure,
@@ -100,9 +101,9 @@ def _cards(told: Told) -> Iterator[str]:
     best = told["recommended"]
     bill, extra, room = best["bill"], best["redundant"], best["headroom"]
     number = plural(best["num_replicas"] + told["spare_replicas"], "replica")
-    cards = [("GPUs", f"{best['num_gpus']:,}", f"{best['gpu']}, {number}")]
+    items = [("GPUs", f"{best['num_gpus']:,}", f"{best['gpu']}, {number}")]
     if told["has_prices"]:
-        cards += [
+        items += [
             ("An hour", words.money(best["cost_per_hour"], told), f"{words.money(bill['per_month'], told)} a month"),
             (
                 "A million tokens",
@@ -112,17 +113,11 @@ def _cards(told: Told) -> Iterator[str]:
             ),
             ("N+1", words.money(extra["cost_per_hour"], told), f"{plural(extra['num_replicas'], 'replica')}, an hour"),
         ]
-    cards.append(("Load that it carries", f"{room['mean']:.2f} x", f"95 %: {_bounds(room)}"))
-    cards.append(("Binds", str(best["binding"]), "at the most that it carries"))
+    items.append(("Load that it carries", f"{room['mean']:.2f} x", f"95 %: {_bounds(room)}"))
+    items.append(("Binds", str(best["binding"]), "at the most that it carries"))
     if bill["watts"] is not None:
-        cards.append(("Power", f"{bill['watts'] / 1000:,.1f} kW", f"{bill['kwh_per_month']:,.0f} kWh a month"))
-    yield '<ul class="cards">'
-    for name, value, more in cards:
-        yield (
-            f'<li><span class="name">{escape(name)}</span><span class="value">{escape(value)}</span>'
-            f'<span class="more">{escape(more)}</span></li>'
-        )
-    yield "</ul>"
+        items.append(("Power", f"{bill['watts'] / 1000:,.1f} kW", f"{bill['kwh_per_month']:,.0f} kWh a month"))
+    yield cards(items)
 
 
 def _bounds(room: Told) -> str:
