@@ -508,7 +508,7 @@ S, B = "--speculative-config", "--batching"
         (["--dp", "0"], 2, "data_parallel_size = '0' in [deployment] must be at least 1"),
         (["--dp", "two"], 2, "must be a whole number"),
         (["--pp", "0"], 2, "pipeline_parallel_size = '0' in [deployment] must be at least 1"),
-        (["--router", "x"], 2, "router = 'x' in [deployment] must be one of 'vllm' or 'round_robin'"),
+        (["--router", "x"], 2, "router = 'x' in [deployment] must be one of 'vllm', 'round_robin', 'least_requests'"),
         (["--max-num-queued-reqs", "-1"], 2, "max_num_queued_reqs = '-1' in [engine] must be at least 0"),
         (["--max-num-queued-tokens", "-1"], 2, "max_num_queued_tokens = '-1' in [engine] must be at least 0"),
         (["--request-timeout", "0"], 2, "request_timeout = '0' in [workload] must be above 0"),
