@@ -11,16 +11,13 @@ import typer
 
 from windtunnel.cli.errors import EXIT_INTERNAL, EXIT_SLO_BREACHED, exit_code
 from windtunnel.cli.output import emit, note
+from windtunnel.cli.panels import flag
 
 if TYPE_CHECKING:
     from windtunnel.capacity.max_rate import MaxRate
     from windtunnel.capacity.search import RateRow
 
 _WHAT, _RUN, _OUTPUT = "What is asked", "Run", "Output"
-
-
-def _flag(panel: str, *names: str, metavar: str | None = None, help: str, **more: Any) -> Any:  # noqa: A002
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, **more)
 
 
 def capacity(
@@ -30,22 +27,22 @@ def capacity(
     ] = None,
     slo: Annotated[
         list[str] | None,
-        _flag(_WHAT, "--slo", metavar="'ttft:p99<500ms'", help="An objective, in place of the scenario's; repeat it."),
+        flag(_WHAT, "--slo", metavar="'ttft:p99<500ms'", help="An objective, in place of the scenario's; repeat it."),
     ] = None,
     goodput: Annotated[
         list[str] | None,
-        _flag(_WHAT, "--goodput", metavar="'ttft:500'", help="A limit on each request in ms; repeat it."),
+        flag(_WHAT, "--goodput", metavar="'ttft:500'", help="A limit on each request in ms; repeat it."),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        _flag(_WHAT, "--set", metavar="KEY=VALUE", help="A setting in place of the scenario's; repeat it."),
+        flag(_WHAT, "--set", metavar="KEY=VALUE", help="A setting in place of the scenario's; repeat it."),
     ] = None,
     reps: Annotated[
-        int, _flag(_RUN, "--reps", metavar="N", min=4, help="Most replications of a rate: 32 if not given.")
+        int, flag(_RUN, "--reps", metavar="N", min=4, help="Most replications of a rate: 32 if not given.")
     ] = 32,
     num_requests: Annotated[
         int,
-        _flag(
+        flag(
             _RUN,
             "--num-requests",
             metavar="N",
@@ -54,26 +51,26 @@ def capacity(
         ),
     ] = 1_000,
     confidence: Annotated[
-        float, _flag(_RUN, "--confidence", metavar="SHARE", help="Of holds and of fails, each one-sided: 0.95.")
+        float, flag(_RUN, "--confidence", metavar="SHARE", help="Of holds and of fails, each one-sided: 0.95.")
     ] = 0.95,
     precision: Annotated[
-        float, _flag(_RUN, "--precision", metavar="SHARE", help="How close the ends of the answer are to come: 0.03.")
+        float, flag(_RUN, "--precision", metavar="SHARE", help="How close the ends of the answer are to come: 0.03.")
     ] = 0.03,
-    seed: Annotated[int | None, _flag(_RUN, "--seed", metavar="N", min=0, help="Seed of all randomness.")] = None,
+    seed: Annotated[int | None, flag(_RUN, "--seed", metavar="N", min=0, help="Seed of all randomness.")] = None,
     jobs: Annotated[
         int | None,
-        _flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work: all CPUs; same results."),
+        flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work: all CPUs; same results."),
     ] = None,
     ray: Annotated[
         str | None,
-        _flag(_RUN, "--ray", metavar="auto|ADDRESS|local:N", help="Let a Ray cluster do the work; same results."),
+        flag(_RUN, "--ray", metavar="auto|ADDRESS|local:N", help="Let a Ray cluster do the work; same results."),
     ] = None,
-    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print JSON in place of the table.")] = False,
-    markdown: Annotated[bool, _flag(_OUTPUT, "--markdown", help="Print Markdown in place of the table.")] = False,
+    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON in place of the table.")] = False,
+    markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown in place of the table.")] = False,
     html: Annotated[
-        Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file with the curve.")
+        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file with the curve.")
     ] = None,
-    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
+    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
 ) -> None:
     """Find the largest rate of requests at which a deployment keeps its objectives, with an interval.
 
@@ -144,9 +141,9 @@ def _overrides(settings: Iterable[str], slo: list[str] | None, goodput: list[str
         if key in found:
             raise typer.BadParameter(f"{key} is set twice: drop one of them", param_hint="--set")
         found[key] = given
-    for key, flag, texts in (("objectives", "--slo", slo), ("goodput", "--goodput", goodput)):
+    for key, option, texts in (("objectives", "--slo", slo), ("goodput", "--goodput", goodput)):
         if texts and key in found:
-            raise typer.BadParameter(f"{flag} and --set {key} say the same: drop one of them")
+            raise typer.BadParameter(f"{option} and --set {key} say the same: drop one of them")
         if texts:
             found[key] = texts
     return found

@@ -12,6 +12,7 @@ import typer
 
 from windtunnel.cli.errors import EXIT_INFEASIBLE
 from windtunnel.cli.output import emit, note, warn
+from windtunnel.cli.panels import flag
 
 if TYPE_CHECKING:
     from windtunnel.comparison import Comparison
@@ -38,10 +39,6 @@ class _Options:
     """Whether to say what the scenario teaches: of its own comparison only."""
 
 
-def _flag(panel: str, *names: str, metavar: str | None = None, help: str, **more: Any) -> Any:  # noqa: A002
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, **more)
-
-
 def compare(
     targets: Annotated[
         list[str] | None,
@@ -54,7 +51,7 @@ def compare(
     ] = None,
     variant: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _WHAT,
             "--variant",
             metavar="'NAME; KEY=VALUE; ...'",
@@ -63,11 +60,11 @@ def compare(
     ] = None,
     batching: Annotated[
         list[str] | None,
-        _flag(_WHAT, "--batching", metavar="POLICY", help="A batching policy as a variant of its own name; repeat it."),
+        flag(_WHAT, "--batching", metavar="POLICY", help="A batching policy as a variant of its own name; repeat it."),
     ] = None,
     over: Annotated[
         str | None,
-        _flag(
+        flag(
             _WHAT,
             "--over",
             metavar="KEY=V1,V2,...",
@@ -76,7 +73,7 @@ def compare(
     ] = None,
     metric: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _WHAT,
             "--metric",
             metavar="KEY",
@@ -85,18 +82,16 @@ def compare(
     ] = None,
     baseline: Annotated[
         str | None,
-        _flag(_WHAT, "--baseline", metavar="NAME", help="Count changes from this variant, not from the first."),
+        flag(_WHAT, "--baseline", metavar="NAME", help="Count changes from this variant, not from the first."),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        _flag(
-            _RUN, "--set", metavar="KEY=VALUE", help="A setting for all runs, in place of the scenario's; repeat it."
-        ),
+        flag(_RUN, "--set", metavar="KEY=VALUE", help="A setting for all runs, in place of the scenario's; repeat it."),
     ] = None,
-    seed: Annotated[int | None, _flag(_RUN, "--seed", metavar="N", min=0, help="Seed of all randomness.")] = None,
+    seed: Annotated[int | None, flag(_RUN, "--seed", metavar="N", min=0, help="Seed of all randomness.")] = None,
     reps: Annotated[
         int,
-        _flag(
+        flag(
             _RUN,
             "--reps",
             metavar="N",
@@ -105,19 +100,19 @@ def compare(
         ),
     ] = 1,
     jobs: Annotated[
-        int, _flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work; same results.")
+        int, flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work; same results.")
     ] = 1,
-    dry_run: Annotated[bool, _flag(_RUN, "--dry-run", help="List the runs and what they set; run nothing.")] = False,
-    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print JSON in place of the table.")] = False,
-    markdown: Annotated[bool, _flag(_OUTPUT, "--markdown", help="Print Markdown in place of the table.")] = False,
+    dry_run: Annotated[bool, flag(_RUN, "--dry-run", help="List the runs and what they set; run nothing.")] = False,
+    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON in place of the table.")] = False,
+    markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown in place of the table.")] = False,
     html: Annotated[
         Path | None,
-        _flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file with the curves."),
+        flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file with the curves."),
     ] = None,
     csv: Annotated[
-        Path | None, _flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a run with all of its numbers.")
+        Path | None, flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a run with all of its numbers.")
     ] = None,
-    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
+    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
 ) -> None:
     """Run several variants (policies, settings) on one workload and compare them: who leads, by how much, and where
     their curves cross.

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from windtunnel.cli.errors import EXIT_SLO_BREACHED
 from windtunnel.cli.output import emit
+from windtunnel.cli.panels import flag
 
 if TYPE_CHECKING:
     from windtunnel.calibrate.explain import Explanation, Facts
@@ -30,10 +31,6 @@ class FailOn(StrEnum):
     INVALID = "invalid"
 
 
-def _flag(panel: str, *names: str, metavar: str | None = None, help: str, **more: Any) -> Any:  # noqa: A002
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, **more)
-
-
 def explain(
     results: Annotated[
         list[Path],
@@ -45,32 +42,32 @@ def explain(
         ),
     ],
     log: Annotated[
-        Path | None, _flag(_KNOWN, "--log", metavar="FILE", help="The server's log: flags, pool and periodic lines.")
+        Path | None, flag(_KNOWN, "--log", metavar="FILE", help="The server's log: flags, pool and periodic lines.")
     ] = None,
     metrics: Annotated[
         Path | None,
-        _flag(_KNOWN, "--metrics", metavar="FILE", help="Text of /metrics, or Prometheus' JSON of a range query."),
+        flag(_KNOWN, "--metrics", metavar="FILE", help="Text of /metrics, or Prometheus' JSON of a range query."),
     ] = None,
     max_num_seqs: Annotated[
-        int | None, _flag(_KNOWN, "--max-num-seqs", metavar="N", help="Seats of one engine.", min=1)
+        int | None, flag(_KNOWN, "--max-num-seqs", metavar="N", help="Seats of one engine.", min=1)
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, _flag(_KNOWN, "--max-num-batched-tokens", metavar="N", help="Token budget of a step.", min=1)
+        int | None, flag(_KNOWN, "--max-num-batched-tokens", metavar="N", help="Token budget of a step.", min=1)
     ] = None,
     kv_cache_tokens: Annotated[
-        int | None, _flag(_KNOWN, "--kv-cache-tokens", metavar="N", help="KV pool of one engine.", min=1)
+        int | None, flag(_KNOWN, "--kv-cache-tokens", metavar="N", help="KV pool of one engine.", min=1)
     ] = None,
     request_rate: Annotated[
         float | None,
-        _flag(_KNOWN, "--request-rate", metavar="R", help="Requests a second that the client was to send.", min=0),
+        flag(_KNOWN, "--request-rate", metavar="R", help="Requests a second that the client was to send.", min=0),
     ] = None,
     max_concurrency: Annotated[
         int | None,
-        _flag(_KNOWN, "--max-concurrency", metavar="N", help="Requests in flight that the client was to hold.", min=1),
+        flag(_KNOWN, "--max-concurrency", metavar="N", help="Requests in flight that the client was to hold.", min=1),
     ] = None,
     shared_prefix_share: Annotated[
         float | None,
-        _flag(
+        flag(
             _KNOWN,
             "--shared-prefix-share",
             metavar="X",
@@ -82,7 +79,7 @@ def explain(
     ] = None,
     max_prefill: Annotated[
         float | None,
-        _flag(
+        flag(
             _KNOWN,
             "--max-prefill",
             metavar="TOKENS/S",
@@ -91,21 +88,21 @@ def explain(
         ),
     ] = None,
     queue_ms: Annotated[
-        float | None, _flag(_KNOWN, "--queue-ms", metavar="MS", help="Mean time in the server's queue (Triton).", min=0)
+        float | None, flag(_KNOWN, "--queue-ms", metavar="MS", help="Mean time in the server's queue (Triton).", min=0)
     ] = None,
     compute_ms: Annotated[
-        float | None, _flag(_KNOWN, "--compute-ms", metavar="MS", help="Mean time of computing a batch.", min=0)
+        float | None, flag(_KNOWN, "--compute-ms", metavar="MS", help="Mean time of computing a batch.", min=0)
     ] = None,
     batch_size: Annotated[
         float | None,
-        _flag(_KNOWN, "--batch-size", metavar="X", help="Mean batch: inferences over executions (Triton).", min=0),
+        flag(_KNOWN, "--batch-size", metavar="X", help="Mean batch: inferences over executions (Triton).", min=0),
     ] = None,
     fail_on: Annotated[
         FailOn | None,
-        _flag(_OUTPUT, "--fail-on", help="Exit with code 99 at a finding of this severity or a worse one."),
+        flag(_OUTPUT, "--fail-on", help="Exit with code 99 at a finding of this severity or a worse one."),
     ] = None,
-    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print JSON.")] = False,
-    markdown: Annotated[bool, _flag(_OUTPUT, "--markdown", help="Print Markdown.")] = False,
+    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON.")] = False,
+    markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown.")] = False,
 ) -> None:
     """Say what is wrong with a result or binds in it, with the numbers and the knob to turn, most important first.
 

@@ -12,6 +12,7 @@ import typer
 
 from windtunnel.cli.errors import EXIT_INFEASIBLE
 from windtunnel.cli.output import emit, note
+from windtunnel.cli.panels import flag
 
 if TYPE_CHECKING:
     from windtunnel.memory import MemoryReport, MemorySweep
@@ -36,22 +37,18 @@ _NOT_SETTINGS = (
 )
 
 
-def _flag(panel: str, *names: str, metavar: str | None = None, help: str) -> Any:  # noqa: A002 -- typer's word
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
-
-
 def memory(
     ctx: typer.Context,
     model: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model (windtunnel models), or a config.json."),
+        flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model (windtunnel models), or a config.json."),
     ] = None,
     gpu: Annotated[
-        str | None, _flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="GPU, by its name (windtunnel gpus).")
+        str | None, flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="GPU, by its name (windtunnel gpus).")
     ] = None,
     gpu_memory_gib: Annotated[
         str | None,
-        _flag(
+        flag(
             _DEPLOYMENT,
             "--gpu-memory-gib",
             metavar="X",
@@ -60,20 +57,20 @@ def memory(
     ] = None,
     free_memory_gib: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--free-memory-gib", metavar="X", help="What is free when vLLM starts, if not all."),
+        flag(_DEPLOYMENT, "--free-memory-gib", metavar="X", help="What is free when vLLM starts, if not all."),
     ] = None,
     tensor_parallel_size: Annotated[
-        str | None, _flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs of a stage.")
+        str | None, flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs of a stage.")
     ] = None,
     pipeline_parallel_size: Annotated[
-        str | None, _flag(_DEPLOYMENT, "--pipeline-parallel-size", "--pp", "-pp", metavar="N", help="Stages.")
+        str | None, flag(_DEPLOYMENT, "--pipeline-parallel-size", "--pp", "-pp", metavar="N", help="Stages.")
     ] = None,
     data_parallel_size: Annotated[
-        str | None, _flag(_DEPLOYMENT, "--data-parallel-size", "--dp", "-dp", metavar="N", help="Replicas.")
+        str | None, flag(_DEPLOYMENT, "--data-parallel-size", "--dp", "-dp", metavar="N", help="Replicas.")
     ] = None,
     enable_expert_parallel: Annotated[
         bool | None,
-        _flag(
+        flag(
             _DEPLOYMENT,
             "--enable-expert-parallel/--no-enable-expert-parallel",
             "-ep",
@@ -82,43 +79,43 @@ def memory(
     ] = None,
     engine: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--engine", metavar="vllm-0.N", help="Release of vLLM whose defaults and rules apply."),
+        flag(_DEPLOYMENT, "--engine", metavar="vllm-0.N", help="Release of vLLM whose defaults and rules apply."),
     ] = None,
     v0: Annotated[
-        bool | None, _flag(_DEPLOYMENT, "--v0", help="The older engine of vLLM 0.8 to 0.10 (VLLM_USE_V1=0).")
+        bool | None, flag(_DEPLOYMENT, "--v0", help="The older engine of vLLM 0.8 to 0.10 (VLLM_USE_V1=0).")
     ] = None,
     gpu_memory_utilization: Annotated[
         str | None,
-        _flag(_ENGINE, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
+        flag(_ENGINE, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
     ] = None,
     max_model_len: Annotated[
-        str | None, _flag(_ENGINE, "--max-model-len", metavar="N|auto", help="Longest prompt plus output, in tokens.")
+        str | None, flag(_ENGINE, "--max-model-len", metavar="N|auto", help="Longest prompt plus output, in tokens.")
     ] = None,
     max_num_seqs: Annotated[
-        str | None, _flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
+        str | None, flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
     ] = None,
     max_num_batched_tokens: Annotated[
-        str | None, _flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step.")
+        str | None, flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step.")
     ] = None,
     kv_cache_dtype: Annotated[
-        str | None, _flag(_ENGINE, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
+        str | None, flag(_ENGINE, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
     ] = None,
-    dtype: Annotated[str | None, _flag(_ENGINE, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
-    block_size: Annotated[str | None, _flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
+    dtype: Annotated[str | None, flag(_ENGINE, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
+    block_size: Annotated[str | None, flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
     enforce_eager: Annotated[
-        bool | None, _flag(_ENGINE, "--enforce-eager/--no-enforce-eager", help="No CUDA graphs.")
+        bool | None, flag(_ENGINE, "--enforce-eager/--no-enforce-eager", help="No CUDA graphs.")
     ] = None,
     enable_prefix_caching: Annotated[
         bool | None,
-        _flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
+        flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
     ] = None,
     enable_chunked_prefill: Annotated[
         bool | None,
-        _flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
+        flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
     ] = None,
     disable_hybrid_kv_cache_manager: Annotated[
         bool | None,
-        _flag(
+        flag(
             _ENGINE,
             "--disable-hybrid-kv-cache-manager/--no-disable-hybrid-kv-cache-manager",
             help="Keep windows in full beside full attention.",
@@ -126,7 +123,7 @@ def memory(
     ] = None,
     kv_cache_memory_bytes: Annotated[
         str | None,
-        _flag(
+        flag(
             _ENGINE,
             "--kv-cache-memory-bytes",
             "--kv-cache-memory",
@@ -135,18 +132,18 @@ def memory(
         ),
     ] = None,
     num_gpu_blocks_override: Annotated[
-        str | None, _flag(_ENGINE, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory.")
+        str | None, flag(_ENGINE, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory.")
     ] = None,
     swap_space: Annotated[
-        str | None, _flag(_ENGINE, "--swap-space", metavar="GIB", help="Host memory that V0 swaps to, for each GPU.")
+        str | None, flag(_ENGINE, "--swap-space", metavar="GIB", help="Host memory that V0 swaps to, for each GPU.")
     ] = None,
     cpu_offload_gb: Annotated[
         str | None,
-        _flag(_ENGINE, "--cpu-offload-gb", metavar="GIB", help="Weights of each GPU that stay in host memory."),
+        flag(_ENGINE, "--cpu-offload-gb", metavar="GIB", help="Weights of each GPU that stay in host memory."),
     ] = None,
     kv_offloading_size: Annotated[
         str | None,
-        _flag(
+        flag(
             _ENGINE,
             "--kv-offloading-size",
             metavar="GIB",
@@ -154,27 +151,27 @@ def memory(
         ),
     ] = None,
     enable_lora: Annotated[
-        bool | None, _flag(_ENGINE, "--enable-lora/--no-enable-lora", help="Set memory aside for LoRA adapters.")
+        bool | None, flag(_ENGINE, "--enable-lora/--no-enable-lora", help="Set memory aside for LoRA adapters.")
     ] = None,
-    max_loras: Annotated[str | None, _flag(_ENGINE, "--max-loras", metavar="N", help="Adapters at once.")] = None,
+    max_loras: Annotated[str | None, flag(_ENGINE, "--max-loras", metavar="N", help="Adapters at once.")] = None,
     max_lora_rank: Annotated[
-        str | None, _flag(_ENGINE, "--max-lora-rank", metavar="N", help="Their largest rank.")
+        str | None, flag(_ENGINE, "--max-lora-rank", metavar="N", help="Their largest rank.")
     ] = None,
     usage_context: Annotated[
         str | None,
-        _flag(_ENGINE, "--usage-context", metavar="api_server|llm_class", help="Whose defaults: serve or class LLM."),
+        flag(_ENGINE, "--usage-context", metavar="api_server|llm_class", help="Whose defaults: serve or class LLM."),
     ] = None,
     from_log: Annotated[
         Path | None,
-        _flag(_TRUTH, "--from-log", metavar="FILE", help="vLLM's log: settings and pool of a real start-up."),
+        flag(_TRUTH, "--from-log", metavar="FILE", help="vLLM's log: settings and pool of a real start-up."),
     ] = None,
     from_metrics: Annotated[
         str | None,
-        _flag(_TRUTH, "--from-metrics", metavar="FILE|URL", help="A real server's /metrics: its pool."),
+        flag(_TRUTH, "--from-metrics", metavar="FILE|URL", help="A real server's /metrics: its pool."),
     ] = None,
     from_deployment: Annotated[
         str | None,
-        _flag(
+        flag(
             _TRUTH,
             "--from-deployment",
             metavar="FILE[#NAME]|'vllm serve ...'",
@@ -183,22 +180,22 @@ def memory(
     ] = None,
     correction: Annotated[
         Path | None,
-        _flag(_TRUTH, "--correction", metavar="FILE", help="What --save-correction wrote: corrects the formula."),
+        flag(_TRUTH, "--correction", metavar="FILE", help="What --save-correction wrote: corrects the formula."),
     ] = None,
     save_correction: Annotated[
         Path | None,
-        _flag(_TRUTH, "--save-correction", metavar="FILE", help="Keep what the real start-up had more, or less."),
+        flag(_TRUTH, "--save-correction", metavar="FILE", help="Keep what the real start-up had more, or less."),
     ] = None,
     mean_tokens: Annotated[
         str | None,
-        _flag(_OUTPUT, "--mean-tokens", metavar="N", help="Count users: requests that hold so many tokens each."),
+        flag(_OUTPUT, "--mean-tokens", metavar="N", help="Count users: requests that hold so many tokens each."),
     ] = None,
     explain: Annotated[
-        bool, _flag(_OUTPUT, "--explain", help="Every formula with its numbers, every assumption.")
+        bool, flag(_OUTPUT, "--explain", help="Every formula with its numbers, every assumption.")
     ] = False,
     gpu_price: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _OUTPUT,
             "--gpu-price",
             metavar="PRICE",
@@ -206,18 +203,18 @@ def memory(
         ),
     ] = None,
     currency: Annotated[
-        str | None, _flag(_OUTPUT, "--currency", metavar="WORD", help="What prices are in, if not USD.")
+        str | None, flag(_OUTPUT, "--currency", metavar="WORD", help="What prices are in, if not USD.")
     ] = None,
-    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print JSON.")] = False,
-    markdown: Annotated[bool, _flag(_OUTPUT, "--markdown", help="Print Markdown, for a pull request.")] = False,
+    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON.")] = False,
+    markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown, for a pull request.")] = False,
     csv: Annotated[
-        Path | None, _flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a plan with all of its numbers.")
+        Path | None, flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a plan with all of its numbers.")
     ] = None,
-    parquet: Annotated[Path | None, _flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
+    parquet: Annotated[Path | None, flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
     html: Annotated[
-        Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
+        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
     ] = None,
-    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No remarks on stderr.")] = False,
+    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No remarks on stderr.")] = False,
 ) -> None:
     """Plan the memory of a deployment: the KV cache that vLLM finds, whether it starts, and what helps if not.
 

@@ -12,6 +12,7 @@ import typer
 
 from windtunnel.cli.errors import EXIT_INFEASIBLE, EXIT_INTERNAL, EXIT_SLO_BREACHED, exit_code
 from windtunnel.cli.output import emit, note, warn
+from windtunnel.cli.panels import flag
 
 if TYPE_CHECKING:
     from windtunnel.optimizing.optimize import Optimum
@@ -39,10 +40,6 @@ class _Outputs:
         return [path for path in (self.html, self.csv, self.parquet, self.scenario) if path is not None]
 
 
-def _flag(panel: str, *names: str, metavar: str | None = None, help: str, **more: Any) -> Any:  # noqa: A002
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, **more)
-
-
 def optimize(
     scenario: Annotated[
         str | None,
@@ -50,7 +47,7 @@ def optimize(
     ] = None,
     tune: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _WHAT,
             "--tune",
             metavar="KEY=SPEC",
@@ -60,11 +57,11 @@ def optimize(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        _flag(_WHAT, "--set", metavar="KEY=VALUE", help="A setting for all deployments; repeat it."),
+        flag(_WHAT, "--set", metavar="KEY=VALUE", help="A setting for all deployments; repeat it."),
     ] = None,
     wanted: Annotated[
         str,
-        _flag(
+        flag(
             _JUDGE,
             "--for",
             metavar="KEY",
@@ -74,7 +71,7 @@ def optimize(
     ] = "goodput_per_dollar",
     at: Annotated[
         str,
-        _flag(
+        flag(
             _JUDGE,
             "--at",
             metavar="load|capacity",
@@ -83,24 +80,22 @@ def optimize(
     ] = "load",
     slo: Annotated[
         list[str] | None,
-        _flag(_JUDGE, "--slo", metavar="'ttft:p99<500ms'", help="An objective, in place of the scenario's; repeat it."),
+        flag(_JUDGE, "--slo", metavar="'ttft:p99<500ms'", help="An objective, in place of the scenario's; repeat it."),
     ] = None,
     goodput: Annotated[
         list[str] | None,
-        _flag(_JUDGE, "--goodput", metavar="'ttft:500'", help="A limit on each request in ms; repeat it."),
+        flag(_JUDGE, "--goodput", metavar="'ttft:500'", help="A limit on each request in ms; repeat it."),
     ] = None,
     gpu_price: Annotated[
         float | None,
-        _flag(
-            _JUDGE, "--gpu-price", metavar="PRICE", min=0, help="Of one GPU for an hour, in place of the scenario's."
-        ),
+        flag(_JUDGE, "--gpu-price", metavar="PRICE", min=0, help="Of one GPU for an hour, in place of the scenario's."),
     ] = None,
     trials: Annotated[
-        int | None, _flag(_RUN, "--trials", metavar="N", min=1, help="Deployments that are tried at most: 64.")
+        int | None, flag(_RUN, "--trials", metavar="N", min=1, help="Deployments that are tried at most: 64.")
     ] = None,
     reps: Annotated[
         int | None,
-        _flag(
+        flag(
             _RUN,
             "--reps",
             metavar="N",
@@ -108,19 +103,19 @@ def optimize(
             help="Runs of a deployment that may win, and of the answer on fresh seeds: 5 (capacity 3, traces 1).",
         ),
     ] = None,
-    seed: Annotated[int | None, _flag(_RUN, "--seed", metavar="N", min=0, help="The first seed.")] = None,
+    seed: Annotated[int | None, flag(_RUN, "--seed", metavar="N", min=0, help="The first seed.")] = None,
     jobs: Annotated[
         int | None,
-        _flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work: all CPUs; same results."),
+        flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work: all CPUs; same results."),
     ] = None,
     ray: Annotated[
         str | None,
-        _flag(_RUN, "--ray", metavar="auto|ADDRESS|local:N", help="Let a Ray cluster do the work; same results."),
+        flag(_RUN, "--ray", metavar="auto|ADDRESS|local:N", help="Let a Ray cluster do the work; same results."),
     ] = None,
-    dry_run: Annotated[bool, _flag(_RUN, "--dry-run", help="List the knobs; run nothing.")] = False,
+    dry_run: Annotated[bool, flag(_RUN, "--dry-run", help="List the knobs; run nothing.")] = False,
     output: Annotated[
         Path | None,
-        _flag(
+        flag(
             _OUTPUT,
             "--output",
             "-o",
@@ -129,22 +124,22 @@ def optimize(
         ),
     ] = None,
     resume: Annotated[
-        bool, _flag(_OUTPUT, "--resume", help="Go on with the search in -o: what is finished is not run again.")
+        bool, flag(_OUTPUT, "--resume", help="Go on with the search in -o: what is finished is not run again.")
     ] = False,
-    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print JSON in place of the text.")] = False,
-    markdown: Annotated[bool, _flag(_OUTPUT, "--markdown", help="Print Markdown in place of the text.")] = False,
+    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON in place of the text.")] = False,
+    markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown in place of the text.")] = False,
     html: Annotated[
-        Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file.")
+        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file.")
     ] = None,
     csv: Annotated[
-        Path | None, _flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a run with all of its numbers.")
+        Path | None, flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a run with all of its numbers.")
     ] = None,
-    parquet: Annotated[Path | None, _flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
+    parquet: Annotated[Path | None, flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
     save_scenario: Annotated[
         Path | None,
-        _flag(_OUTPUT, "--save-scenario", metavar="FILE", help="Write the answer as a scenario that simulate runs."),
+        flag(_OUTPUT, "--save-scenario", metavar="FILE", help="Write the answer as a scenario that simulate runs."),
     ] = None,
-    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
+    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
 ) -> None:
     """Search the settings of a deployment for goodput per dollar under its objectives, in far fewer runs than a grid.
 
@@ -224,10 +219,10 @@ def _overrides(
         ("goodput", "--goodput", goodput or None),
         ("gpu_hour", "--gpu-price", gpu_price),
     )
-    for key, flag, value in flags:
+    for key, option, value in flags:
         if value is not None:
             if key in found:
-                raise typer.BadParameter(f"{flag} and --set {key} say the same: drop one of them")
+                raise typer.BadParameter(f"{option} and --set {key} say the same: drop one of them")
             found[key] = value
     return found
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
+
+
+def flag(panel: str, *names: str, metavar: str | None = None, help: str, **more: Any) -> Any:  # noqa: A002 -- typer's word
+    """An option under the heading ``panel``, whose default is told in its help, if at all."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, **more)
 
 
 class PanelCommand(TyperCommand):

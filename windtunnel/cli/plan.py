@@ -13,6 +13,7 @@ import typer
 
 from windtunnel.cli.errors import EXIT_INFEASIBLE, EXIT_SLO_BREACHED
 from windtunnel.cli.output import emit, note
+from windtunnel.cli.panels import flag
 
 if TYPE_CHECKING:
     from windtunnel.planning.plan import Plan
@@ -28,10 +29,6 @@ _SETTINGS = (
 """Flags that are those of ``windtunnel simulate``: they set the scenario."""
 
 
-def _flag(panel: str, *names: str, metavar: str | None = None, help: str, **more: Any) -> Any:  # noqa: A002
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, **more)
-
-
 def plan(
     ctx: typer.Context,
     scenario: Annotated[
@@ -44,11 +41,11 @@ def plan(
     ] = None,
     model: Annotated[
         list[str] | None,
-        _flag(_CHOICE, "--model", metavar="NAME|PATH", help="Model; repeatable, where several would do."),
+        flag(_CHOICE, "--model", metavar="NAME|PATH", help="Model; repeatable, where several would do."),
     ] = None,
     gpu: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _CHOICE,
             "--gpu",
             metavar="NAME=PRICE",
@@ -57,7 +54,7 @@ def plan(
     ] = None,
     power: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _CHOICE,
             "--power",
             metavar="NAME=[IDLE:]BUSY",
@@ -65,109 +62,109 @@ def plan(
         ),
     ] = None,
     currency: Annotated[
-        str | None, _flag(_CHOICE, "--currency", metavar="WORD", help="What prices are in, if not USD.")
+        str | None, flag(_CHOICE, "--currency", metavar="WORD", help="What prices are in, if not USD.")
     ] = None,
     gpus_per_host: Annotated[
-        int | None, _flag(_CHOICE, "--gpus-per-host", metavar="N", min=1, help="Cards of one host, if not 8.")
+        int | None, flag(_CHOICE, "--gpus-per-host", metavar="N", min=1, help="Cards of one host, if not 8.")
     ] = None,
     spare: Annotated[
         int | None,
-        _flag(_CHOICE, "--spare", metavar="N", min=0, help="Replicas bought beside those that are needed: 1 is N+1."),
+        flag(_CHOICE, "--spare", metavar="N", min=0, help="Replicas bought beside those that are needed: 1 is N+1."),
     ] = None,
     tensor_parallel_size: Annotated[
         str | None,
-        _flag(_KNOBS, "--tensor-parallel-size", "--tp", "-tp", metavar="N,N,…", help="Sizes, if not 1, 2, 4 and 8."),
+        flag(_KNOBS, "--tensor-parallel-size", "--tp", "-tp", metavar="N,N,…", help="Sizes, if not 1, 2, 4 and 8."),
     ] = None,
     pipeline_parallel_size: Annotated[
-        str | None, _flag(_KNOBS, "--pipeline-parallel-size", "--pp", "-pp", metavar="N,N,…", help="Stages, if not 1.")
+        str | None, flag(_KNOBS, "--pipeline-parallel-size", "--pp", "-pp", metavar="N,N,…", help="Stages, if not 1.")
     ] = None,
     kv_cache_dtype: Annotated[
-        str | None, _flag(_KNOBS, "--kv-cache-dtype", metavar="TYPE,…", help="Types of the KV cache, if not auto,fp8.")
+        str | None, flag(_KNOBS, "--kv-cache-dtype", metavar="TYPE,…", help="Types of the KV cache, if not auto,fp8.")
     ] = None,
     max_num_seqs: Annotated[
-        str | None, _flag(_KNOBS, "--max-num-seqs", metavar="N,N,…", help="Seats of a replica.")
+        str | None, flag(_KNOBS, "--max-num-seqs", metavar="N,N,…", help="Seats of a replica.")
     ] = None,
     max_num_batched_tokens: Annotated[
-        str | None, _flag(_KNOBS, "--max-num-batched-tokens", metavar="N,N,…", help="Token budgets of a step: 2k,8k.")
+        str | None, flag(_KNOBS, "--max-num-batched-tokens", metavar="N,N,…", help="Token budgets of a step: 2k,8k.")
     ] = None,
     gpu_memory_utilization: Annotated[
-        str | None, _flag(_KNOBS, "--gpu-memory-utilization", metavar="S,S,…", help="Shares of the memory.")
+        str | None, flag(_KNOBS, "--gpu-memory-utilization", metavar="S,S,…", help="Shares of the memory.")
     ] = None,
     uncalibrated: Annotated[
         bool | None,
-        _flag(
+        flag(
             _KNOBS,
             "--uncalibrated/--no-uncalibrated",
             help="Try deployments without a calibrated profile, too; they are ranked apart.",
         ),
     ] = None,
     router: Annotated[
-        str | None, _flag(_KNOBS, "--router", metavar="NAME", help="Who serves the next request (docs/fleet.md).")
+        str | None, flag(_KNOBS, "--router", metavar="NAME", help="Who serves the next request (docs/fleet.md).")
     ] = None,
     max_model_len: Annotated[
         str | None,
-        _flag(_KNOBS, "--max-model-len", metavar="N", help="Longest request, if not what the workload's longest asks."),
+        flag(_KNOBS, "--max-model-len", metavar="N", help="Longest request, if not what the workload's longest asks."),
     ] = None,
-    block_size: Annotated[str | None, _flag(_KNOBS, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
+    block_size: Annotated[str | None, flag(_KNOBS, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
     enable_prefix_caching: Annotated[
         bool | None,
-        _flag(_KNOBS, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
+        flag(_KNOBS, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
     ] = None,
-    dtype: Annotated[str | None, _flag(_KNOBS, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
+    dtype: Annotated[str | None, flag(_KNOBS, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
     engine: Annotated[
-        str | None, _flag(_KNOBS, "--engine", metavar="vllm-0.N", help="Release of vLLM whose rules apply.")
+        str | None, flag(_KNOBS, "--engine", metavar="vllm-0.N", help="Release of vLLM whose rules apply.")
     ] = None,
     trace: Annotated[
-        str | None, _flag(_WORKLOAD, "--trace", metavar="FILE", help="Replay the requests of this file.")
+        str | None, flag(_WORKLOAD, "--trace", metavar="FILE", help="Replay the requests of this file.")
     ] = None,
     format: Annotated[  # noqa: A002 -- the flag's name
-        str | None, _flag(_WORKLOAD, "--format", metavar="NAME", help="Format of the trace, if not to be recognised.")
+        str | None, flag(_WORKLOAD, "--format", metavar="NAME", help="Format of the trace, if not to be recognised.")
     ] = None,
     on_bad_row: Annotated[
-        str | None, _flag(_WORKLOAD, "--on-bad-row", metavar="error|skip", help="What to do with a row that is wrong.")
+        str | None, flag(_WORKLOAD, "--on-bad-row", metavar="error|skip", help="What to do with a row that is wrong.")
     ] = None,
     start: Annotated[
-        str | None, _flag(_WORKLOAD, "--start", metavar="TIME", help="Begin so far into the trace: 20m, 1h30m.")
+        str | None, flag(_WORKLOAD, "--start", metavar="TIME", help="Begin so far into the trace: 20m, 1h30m.")
     ] = None,
     duration: Annotated[
-        str | None, _flag(_WORKLOAD, "--duration", metavar="TIME", help="Take so much of the trace.")
+        str | None, flag(_WORKLOAD, "--duration", metavar="TIME", help="Take so much of the trace.")
     ] = None,
     limit: Annotated[
-        str | None, _flag(_WORKLOAD, "--limit", metavar="N", help="Take at most so many requests of the trace.")
+        str | None, flag(_WORKLOAD, "--limit", metavar="N", help="Take at most so many requests of the trace.")
     ] = None,
     rate_scale: Annotated[
-        float | None, _flag(_WORKLOAD, "--rate-scale", metavar="X", help="Replay the trace X times as fast.")
+        float | None, flag(_WORKLOAD, "--rate-scale", metavar="X", help="Replay the trace X times as fast.")
     ] = None,
     num_prompts: Annotated[
-        str | None, _flag(_WORKLOAD, "--num-prompts", metavar="N", help="Number of synthetic requests.")
+        str | None, flag(_WORKLOAD, "--num-prompts", metavar="N", help="Number of synthetic requests.")
     ] = None,
     input_len: Annotated[
-        str | None, _flag(_WORKLOAD, "--input-len", metavar="DIST", help="Prompt tokens of a request.")
+        str | None, flag(_WORKLOAD, "--input-len", metavar="DIST", help="Prompt tokens of a request.")
     ] = None,
     output_len: Annotated[
-        str | None, _flag(_WORKLOAD, "--output-len", metavar="DIST", help="Output tokens of a request.")
+        str | None, flag(_WORKLOAD, "--output-len", metavar="DIST", help="Output tokens of a request.")
     ] = None,
     request_rate: Annotated[
-        str | None, _flag(_WORKLOAD, "--request-rate", "--rate", metavar="R", help="Requests per second.")
+        str | None, flag(_WORKLOAD, "--request-rate", "--rate", metavar="R", help="Requests per second.")
     ] = None,
     burstiness: Annotated[
-        str | None, _flag(_WORKLOAD, "--burstiness", metavar="B", help="1 Poisson, below burstier, inf constant.")
+        str | None, flag(_WORKLOAD, "--burstiness", metavar="B", help="1 Poisson, below burstier, inf constant.")
     ] = None,
     arrival: Annotated[
-        str | None, _flag(_WORKLOAD, "--arrival", metavar="PROCESS", help="Arrivals, in place of these two.")
+        str | None, flag(_WORKLOAD, "--arrival", metavar="PROCESS", help="Arrivals, in place of these two.")
     ] = None,
     scale: Annotated[
-        float, _flag(_WORKLOAD, "--scale", metavar="X", help="Plan for X times the load, trace or synthetic.")
+        float, flag(_WORKLOAD, "--scale", metavar="X", help="Plan for X times the load, trace or synthetic.")
     ] = 1.0,
     growth: Annotated[
-        str | None, _flag(_WORKLOAD, "--growth", metavar="5%/month", help="How the load grows, for the months ahead.")
+        str | None, flag(_WORKLOAD, "--growth", metavar="5%/month", help="How the load grows, for the months ahead.")
     ] = None,
     months: Annotated[
-        int | None, _flag(_WORKLOAD, "--months", metavar="N", min=1, max=120, help="How many months, if not 12.")
+        int | None, flag(_WORKLOAD, "--months", metavar="N", min=1, max=120, help="How many months, if not 12.")
     ] = None,
     slo: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _ASKED,
             "--slo",
             metavar="LIMIT",
@@ -176,41 +173,41 @@ def plan(
     ] = None,
     goodput: Annotated[
         list[str] | None,
-        _flag(_ASKED, "--goodput", metavar="METRIC:MS", help="What a good request is: ttft:500 tpot:50. Repeatable."),
+        flag(_ASKED, "--goodput", metavar="METRIC:MS", help="What a good request is: ttft:500 tpot:50. Repeatable."),
     ] = None,
-    cost: Annotated[str | None, _flag(_SEARCH, "--cost", metavar="COST", help="What a step costs.")] = None,
+    cost: Annotated[str | None, flag(_SEARCH, "--cost", metavar="COST", help="What a step costs.")] = None,
     profile: Annotated[
         str | None,
-        _flag(_SEARCH, "--profile", metavar="NAME|FILE", help="Price steps by this profile, whatever the candidate."),
+        flag(_SEARCH, "--profile", metavar="NAME|FILE", help="Price steps by this profile, whatever the candidate."),
     ] = None,
-    seed: Annotated[str | None, _flag(_SEARCH, "--seed", metavar="N", help="All randomness follows from it.")] = None,
+    seed: Annotated[str | None, flag(_SEARCH, "--seed", metavar="N", help="All randomness follows from it.")] = None,
     replications: Annotated[
-        int, _flag(_SEARCH, "--replications", "--reps", metavar="N", min=1, max=100, help="Behind intervals, if not 5.")
+        int, flag(_SEARCH, "--replications", "--reps", metavar="N", min=1, max=100, help="Behind intervals, if not 5.")
     ] = 5,
     requests: Annotated[
-        int, _flag(_SEARCH, "--requests", metavar="N", min=100, help="Of a simulation in the search, if not 1500.")
+        int, flag(_SEARCH, "--requests", metavar="N", min=100, help="Of a simulation in the search, if not 1500.")
     ] = 1500,
     jobs: Annotated[
         int | None,
-        _flag(_SEARCH, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work; same answer."),
+        flag(_SEARCH, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work; same answer."),
     ] = None,
     ray: Annotated[
-        str | None, _flag(_SEARCH, "--ray", metavar="auto|ADDRESS|local:N", help="Do the work on a Ray cluster.")
+        str | None, flag(_SEARCH, "--ray", metavar="auto|ADDRESS|local:N", help="Do the work on a Ray cluster.")
     ] = None,
-    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print JSON in place of the text.")] = False,
-    as_markdown: Annotated[bool, _flag(_OUTPUT, "--markdown", help="Print Markdown in place of the text.")] = False,
+    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON in place of the text.")] = False,
+    as_markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown in place of the text.")] = False,
     html: Annotated[
-        Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
+        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
     ] = None,
     csv: Annotated[
-        Path | None, _flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a candidate that was simulated.")
+        Path | None, flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a candidate that was simulated.")
     ] = None,
-    parquet: Annotated[Path | None, _flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
+    parquet: Annotated[Path | None, flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
     save_scenario: Annotated[
         Path | None,
-        _flag(_OUTPUT, "--save-scenario", metavar="FILE", help="Write the recommended fleet for windtunnel simulate."),
+        flag(_OUTPUT, "--save-scenario", metavar="FILE", help="Write the recommended fleet for windtunnel simulate."),
     ] = None,
-    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No progress on stderr.")] = False,
+    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress on stderr.")] = False,
 ) -> None:
     """Find the cheapest deployment that serves a workload within its objectives, and the runners-up.
 

@@ -10,6 +10,7 @@ import typer
 
 from windtunnel.cli.errors import EXIT_INTERNAL, EXIT_USAGE, exit_code
 from windtunnel.cli.output import note, warn
+from windtunnel.cli.panels import flag
 
 if TYPE_CHECKING:
     from windtunnel.executor.server.build import ServedModel, ServerSettings
@@ -33,29 +34,25 @@ _UNPRICED = "constant:step_s=1ms"
 """Stands where a scenario wants a price and nothing here is simulated; no step is ever priced by it."""
 
 
-def _flag(panel: str, *names: str, metavar: str | None = None, help: str) -> Any:  # noqa: A002 -- typer's word
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
-
-
 def serve(
     ctx: typer.Context,
     model_tag: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="As --model; vllm serve has it here.", show_default=False)
     ] = None,
     executor: Annotated[
-        str, _flag(_SERVER, "--executor", metavar="sim|torch|triton", help="Who runs the steps; sim by default.")
+        str, flag(_SERVER, "--executor", metavar="sim|torch|triton", help="Who runs the steps; sim by default.")
     ] = "sim",
     profile: Annotated[
         str | None,
-        _flag(_SERVER, "--profile", metavar="NAME|FILE", help="Price steps by a bundled profile or a profile.json."),
+        flag(_SERVER, "--profile", metavar="NAME|FILE", help="Price steps by a bundled profile or a profile.json."),
     ] = None,
     cost: Annotated[
         str | None,
-        _flag(_SERVER, "--cost", metavar="COST", help="The same as text: constant:step_s=20ms; see simulate."),
+        flag(_SERVER, "--cost", metavar="COST", help="The same as text: constant:step_s=20ms; see simulate."),
     ] = None,
     shadow: Annotated[
         str | None,
-        _flag(
+        flag(
             _SERVER,
             "--shadow",
             metavar="NAME|FILE",
@@ -63,11 +60,11 @@ def serve(
         ),
     ] = None,
     speed: Annotated[
-        float, _flag(_SERVER, "--speed", metavar="X", help="Simulated steps pass X times as fast; 1 by default.")
+        float, flag(_SERVER, "--speed", metavar="X", help="Simulated steps pass X times as fast; 1 by default.")
     ] = 1.0,
     default_output_tokens: Annotated[
         int,
-        _flag(
+        flag(
             _SERVER,
             "--default-output-tokens",
             metavar="N",
@@ -76,92 +73,90 @@ def serve(
     ] = _OUTPUT_TOKENS,
     host: Annotated[
         str,
-        _flag(_SERVER, "--host", metavar="HOST", help="Address to listen on; 127.0.0.1 by default, 0.0.0.0 is all."),
+        flag(_SERVER, "--host", metavar="HOST", help="Address to listen on; 127.0.0.1 by default, 0.0.0.0 is all."),
     ] = "127.0.0.1",
     port: Annotated[
-        int, _flag(_SERVER, "--port", metavar="N", help="Port; 8000 by default, 0 takes a free one and says which.")
+        int, flag(_SERVER, "--port", metavar="N", help="Port; 8000 by default, 0 takes a free one and says which.")
     ] = 8000,
     served_model_name: Annotated[
         list[str] | None,
-        _flag(_SERVER, "--served-model-name", metavar="NAME", help="What clients call the model. Repeatable."),
+        flag(_SERVER, "--served-model-name", metavar="NAME", help="What clients call the model. Repeatable."),
     ] = None,
     max_num_queued_reqs: Annotated[
         str | None,
-        _flag(_SERVER, "--max-num-queued-reqs", metavar="N", help="Most requests in the server; more get 503."),
+        flag(_SERVER, "--max-num-queued-reqs", metavar="N", help="Most requests in the server; more get 503."),
     ] = None,
     max_num_queued_tokens: Annotated[
         str | None,
-        _flag(
-            _SERVER, "--max-num-queued-tokens", metavar="N", help="Prompt tokens in prefill from which on it is 503."
-        ),
+        flag(_SERVER, "--max-num-queued-tokens", metavar="N", help="Prompt tokens in prefill from which on it is 503."),
     ] = None,
     disable_uvicorn_access_log: Annotated[
-        bool, _flag(_SERVER, "--disable-uvicorn-access-log", help="No line for each HTTP request.")
+        bool, flag(_SERVER, "--disable-uvicorn-access-log", help="No line for each HTTP request.")
     ] = False,
     seed: Annotated[
-        str | None, _flag(_SERVER, "--seed", metavar="N", help="Of random weights, made-up and sampled tokens.")
+        str | None, flag(_SERVER, "--seed", metavar="N", help="Of random weights, made-up and sampled tokens.")
     ] = None,
     model: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model, a model's folder, or a config.json."),
+        flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model, a model's folder, or a config.json."),
     ] = None,
     gpu: Annotated[
-        str | None, _flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="The GPU that is simulated (windtunnel gpus).")
+        str | None, flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="The GPU that is simulated (windtunnel gpus).")
     ] = None,
     tensor_parallel_size: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs of the simulation."),
+        flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs of the simulation."),
     ] = None,
     gpu_memory_utilization: Annotated[
         float | None,
-        _flag(_DEPLOYMENT, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
+        flag(_DEPLOYMENT, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
     ] = None,
-    dtype: Annotated[str | None, _flag(_DEPLOYMENT, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
+    dtype: Annotated[str | None, flag(_DEPLOYMENT, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
     kv_cache_dtype: Annotated[
-        str | None, _flag(_DEPLOYMENT, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
+        str | None, flag(_DEPLOYMENT, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
     ] = None,
     num_gpu_blocks_override: Annotated[
-        str | None, _flag(_DEPLOYMENT, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory.")
+        str | None, flag(_DEPLOYMENT, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory.")
     ] = None,
     kv_cache_memory_bytes: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--kv-cache-memory-bytes", metavar="SIZE", help="Memory for the KV cache: 16GiB, 16GB."),
+        flag(_DEPLOYMENT, "--kv-cache-memory-bytes", metavar="SIZE", help="Memory for the KV cache: 16GiB, 16GB."),
     ] = None,
     num_threads: Annotated[
         int | None,
-        _flag(_DEPLOYMENT, "--num-threads", metavar="N", help="Threads of --executor torch; all by default."),
+        flag(_DEPLOYMENT, "--num-threads", metavar="N", help="Threads of --executor torch; all by default."),
     ] = None,
     max_num_seqs: Annotated[
-        str | None, _flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
+        str | None, flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
     ] = None,
     max_num_batched_tokens: Annotated[
-        str | None, _flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step: 8192, 16k.")
+        str | None, flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step: 8192, 16k.")
     ] = None,
     max_model_len: Annotated[
         str | None,
-        _flag(
+        flag(
             _ENGINE,
             "--max-model-len",
             metavar="N|auto",
             help="Longest prompt plus output, in tokens; auto (or -1) is the longest that fits.",
         ),
     ] = None,
-    block_size: Annotated[str | None, _flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
+    block_size: Annotated[str | None, flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
     enable_chunked_prefill: Annotated[
         bool | None,
-        _flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
+        flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
     ] = None,
     enable_prefix_caching: Annotated[
         bool | None,
-        _flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
+        flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
     ] = None,
     long_prefill_token_threshold: Annotated[
         str | None,
-        _flag(_ENGINE, "--long-prefill-token-threshold", metavar="N", help="Longest chunk while others are there."),
+        flag(_ENGINE, "--long-prefill-token-threshold", metavar="N", help="Longest chunk while others are there."),
     ] = None,
     scheduling_policy: Annotated[
         str | None,
-        _flag(_ENGINE, "--scheduling-policy", metavar="fcfs|priority", help="Order of the waiting requests."),
+        flag(_ENGINE, "--scheduling-policy", metavar="fcfs|priority", help="Order of the waiting requests."),
     ] = None,
 ) -> None:
     """Serve a model to OpenAI clients: a mock of a deployment at its own pace, or a small real engine.

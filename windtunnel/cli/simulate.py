@@ -12,6 +12,7 @@ import typer
 
 from windtunnel.cli.errors import EXIT_SLO_BREACHED
 from windtunnel.cli.output import emit, note, progress_bar, warn
+from windtunnel.cli.panels import flag
 
 if TYPE_CHECKING:
     from windtunnel.api import Run
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 
 _DEPLOYMENT, _ENGINE, _WORKLOAD = "Deployment", "Engine (vLLM's flags)", "Workload"
 _RUN, _OUTPUT = "Run", "Output"
-
-
-def _flag(panel: str, *names: str, metavar: str | None = None, help: str) -> Any:  # noqa: A002 -- typer's word
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +48,35 @@ def simulate(
     ] = None,
     model: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model (windtunnel models), or a config.json."),
+        flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model (windtunnel models), or a config.json."),
     ] = None,
     gpu: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="GPU, by its name or a short one (windtunnel gpus)."),
+        flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="GPU, by its name or a short one (windtunnel gpus)."),
     ] = None,
     tensor_parallel_size: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs that one replica spans."),
+        flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs that one replica spans."),
     ] = None,
     gpu_memory_utilization: Annotated[
         float | None,
-        _flag(_DEPLOYMENT, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
+        flag(_DEPLOYMENT, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
     ] = None,
-    dtype: Annotated[str | None, _flag(_DEPLOYMENT, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
+    dtype: Annotated[str | None, flag(_DEPLOYMENT, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
     kv_cache_dtype: Annotated[
-        str | None, _flag(_DEPLOYMENT, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
+        str | None, flag(_DEPLOYMENT, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
     ] = None,
     num_gpu_blocks_override: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory."),
+        flag(_DEPLOYMENT, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory."),
     ] = None,
     kv_cache_memory_bytes: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--kv-cache-memory-bytes", metavar="SIZE", help="Memory for the KV cache: 16GiB, 16GB."),
+        flag(_DEPLOYMENT, "--kv-cache-memory-bytes", metavar="SIZE", help="Memory for the KV cache: 16GiB, 16GB."),
     ] = None,
     usage_context: Annotated[
         str | None,
-        _flag(
+        flag(
             _DEPLOYMENT,
             "--usage-context",
             metavar="api_server|llm_class",
@@ -88,19 +85,19 @@ def simulate(
     ] = None,
     engine: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--engine", metavar="vllm-0.N", help="Version of vLLM whose defaults and rules apply."),
+        flag(_DEPLOYMENT, "--engine", metavar="vllm-0.N", help="Version of vLLM whose defaults and rules apply."),
     ] = None,
     pipeline_parallel_size: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--pipeline-parallel-size", "--pp", "-pp", metavar="N", help="Stages of one replica."),
+        flag(_DEPLOYMENT, "--pipeline-parallel-size", "--pp", "-pp", metavar="N", help="Stages of one replica."),
     ] = None,
     data_parallel_size: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--data-parallel-size", "--dp", "-dp", metavar="N", help="Replicas, behind one router."),
+        flag(_DEPLOYMENT, "--data-parallel-size", "--dp", "-dp", metavar="N", help="Replicas, behind one router."),
     ] = None,
     router: Annotated[
         str | None,
-        _flag(
+        flag(
             _DEPLOYMENT,
             "--router",
             metavar="NAME",
@@ -110,7 +107,7 @@ def simulate(
     ] = None,
     max_requests_per_replica: Annotated[
         str | None,
-        _flag(
+        flag(
             _DEPLOYMENT,
             "--max-requests-per-replica",
             metavar="N",
@@ -119,15 +116,15 @@ def simulate(
     ] = None,
     autoscaler: Annotated[
         str | None,
-        _flag(_DEPLOYMENT, "--autoscaler", metavar="SCALER", help="Grow and shrink the replicas' number; see below."),
+        flag(_DEPLOYMENT, "--autoscaler", metavar="SCALER", help="Grow and shrink the replicas' number; see below."),
     ] = None,
     fault: Annotated[
         list[str] | None,
-        _flag(_DEPLOYMENT, "--fault", metavar="FAULT", help="What goes wrong, and when; see below. Repeatable."),
+        flag(_DEPLOYMENT, "--fault", metavar="FAULT", help="What goes wrong, and when; see below. Repeatable."),
     ] = None,
     on_crash: Annotated[
         str | None,
-        _flag(
+        flag(
             _DEPLOYMENT,
             "--on-crash",
             metavar="fail|retry|retry_unstarted",
@@ -135,30 +132,30 @@ def simulate(
         ),
     ] = None,
     max_num_seqs: Annotated[
-        str | None, _flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
+        str | None, flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
     ] = None,
     max_num_batched_tokens: Annotated[
-        str | None, _flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step: 8192, 16k.")
+        str | None, flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step: 8192, 16k.")
     ] = None,
     max_model_len: Annotated[
-        str | None, _flag(_ENGINE, "--max-model-len", metavar="N", help="Longest prompt plus output, in tokens.")
+        str | None, flag(_ENGINE, "--max-model-len", metavar="N", help="Longest prompt plus output, in tokens.")
     ] = None,
-    block_size: Annotated[str | None, _flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
+    block_size: Annotated[str | None, flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
     enable_chunked_prefill: Annotated[
         bool | None,
-        _flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
+        flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
     ] = None,
     enable_prefix_caching: Annotated[
         bool | None,
-        _flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
+        flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
     ] = None,
     long_prefill_token_threshold: Annotated[
         str | None,
-        _flag(_ENGINE, "--long-prefill-token-threshold", metavar="N", help="Longest chunk while others are there."),
+        flag(_ENGINE, "--long-prefill-token-threshold", metavar="N", help="Longest chunk while others are there."),
     ] = None,
     long_prefill_token_threshold_adaptive: Annotated[
         bool | None,
-        _flag(
+        flag(
             _ENGINE,
             "--long-prefill-token-threshold-adaptive/--no-long-prefill-token-threshold-adaptive",
             help="Raise that threshold when few are there.",
@@ -166,21 +163,21 @@ def simulate(
     ] = None,
     scheduling_policy: Annotated[
         str | None,
-        _flag(_ENGINE, "--scheduling-policy", metavar="fcfs|priority", help="Order of the waiting requests."),
+        flag(_ENGINE, "--scheduling-policy", metavar="fcfs|priority", help="Order of the waiting requests."),
     ] = None,
     watermark: Annotated[
-        float | None, _flag(_ENGINE, "--watermark", metavar="SHARE", help="Share of blocks an admission leaves free.")
+        float | None, flag(_ENGINE, "--watermark", metavar="SHARE", help="Share of blocks an admission leaves free.")
     ] = None,
     max_num_active_seqs: Annotated[
-        str | None, _flag(_ENGINE, "--max-num-active-seqs", metavar="N", help="Fewer seats than --max-num-seqs.")
+        str | None, flag(_ENGINE, "--max-num-active-seqs", metavar="N", help="Fewer seats than --max-num-seqs.")
     ] = None,
     max_num_scheduled_tokens: Annotated[
         str | None,
-        _flag(_ENGINE, "--max-num-scheduled-tokens", metavar="N", help="Fewer tokens a step than the budget."),
+        flag(_ENGINE, "--max-num-scheduled-tokens", metavar="N", help="Fewer tokens a step than the budget."),
     ] = None,
     scheduler_reserve_full_isl: Annotated[
         bool | None,
-        _flag(
+        flag(
             _ENGINE,
             "--scheduler-reserve-full-isl/--no-scheduler-reserve-full-isl",
             help="Admit only what fits with its whole prompt.",
@@ -188,7 +185,7 @@ def simulate(
     ] = None,
     async_scheduling: Annotated[
         bool | None,
-        _flag(
+        flag(
             _ENGINE,
             "--async-scheduling/--no-async-scheduling",
             help="Decide a step while the one before still runs (vLLM's default on GPUs).",
@@ -196,96 +193,96 @@ def simulate(
     ] = None,
     max_num_queued_reqs: Annotated[
         str | None,
-        _flag(_ENGINE, "--max-num-queued-reqs", metavar="N", help="Most requests in the server; more are rejected."),
+        flag(_ENGINE, "--max-num-queued-reqs", metavar="N", help="Most requests in the server; more are rejected."),
     ] = None,
     max_num_queued_tokens: Annotated[
         str | None,
-        _flag(
+        flag(
             _ENGINE, "--max-num-queued-tokens", metavar="N", help="Prompt tokens in prefill from which on it rejects."
         ),
     ] = None,
     batching: Annotated[
         str | None,
-        _flag(_ENGINE, "--batching", metavar="POLICY", help="Another policy than continuous batching; see below."),
+        flag(_ENGINE, "--batching", metavar="POLICY", help="Another policy than continuous batching; see below."),
     ] = None,
     speculative_config: Annotated[
         str | None,
-        _flag(
+        flag(
             _ENGINE, "--speculative-config", metavar="DRAFTS", help="Speculative decoding; see below, or vLLM's JSON."
         ),
     ] = None,
     trace: Annotated[
-        str | None, _flag(_WORKLOAD, "--trace", metavar="FILE", help="Replay the requests of this file.")
+        str | None, flag(_WORKLOAD, "--trace", metavar="FILE", help="Replay the requests of this file.")
     ] = None,
     format: Annotated[  # noqa: A002 -- the flag's name
-        str | None, _flag(_WORKLOAD, "--format", metavar="NAME", help="Format of the trace, if not to be recognised.")
+        str | None, flag(_WORKLOAD, "--format", metavar="NAME", help="Format of the trace, if not to be recognised.")
     ] = None,
     time_unit: Annotated[
-        str | None, _flag(_WORKLOAD, "--time-unit", metavar="UNIT", help="Unit of its times, if not to be recognised.")
+        str | None, flag(_WORKLOAD, "--time-unit", metavar="UNIT", help="Unit of its times, if not to be recognised.")
     ] = None,
     start: Annotated[
-        str | None, _flag(_WORKLOAD, "--start", metavar="TIME", help="Begin so far into the trace: 20m, 90s, 1h30m.")
+        str | None, flag(_WORKLOAD, "--start", metavar="TIME", help="Begin so far into the trace: 20m, 90s, 1h30m.")
     ] = None,
     duration: Annotated[
-        str | None, _flag(_WORKLOAD, "--duration", metavar="TIME", help="Take so much of the trace.")
+        str | None, flag(_WORKLOAD, "--duration", metavar="TIME", help="Take so much of the trace.")
     ] = None,
     limit: Annotated[
-        str | None, _flag(_WORKLOAD, "--limit", metavar="N", help="Take at most so many requests of the trace.")
+        str | None, flag(_WORKLOAD, "--limit", metavar="N", help="Take at most so many requests of the trace.")
     ] = None,
     rate_scale: Annotated[
-        float | None, _flag(_WORKLOAD, "--rate-scale", metavar="X", help="Replay X times as fast.")
+        float | None, flag(_WORKLOAD, "--rate-scale", metavar="X", help="Replay X times as fast.")
     ] = None,
     on_bad_row: Annotated[
-        str | None, _flag(_WORKLOAD, "--on-bad-row", metavar="error|skip", help="What to do with a row that is wrong.")
+        str | None, flag(_WORKLOAD, "--on-bad-row", metavar="error|skip", help="What to do with a row that is wrong.")
     ] = None,
     chunk_tokens: Annotated[
-        str | None, _flag(_WORKLOAD, "--chunk-tokens", metavar="N", help="Mooncake: tokens in a hashed block.")
+        str | None, flag(_WORKLOAD, "--chunk-tokens", metavar="N", help="Mooncake: tokens in a hashed block.")
     ] = None,
     trace_model: Annotated[
-        str | None, _flag(_WORKLOAD, "--trace-model", metavar="NAME", help="BurstGPT: only requests of this model.")
+        str | None, flag(_WORKLOAD, "--trace-model", metavar="NAME", help="BurstGPT: only requests of this model.")
     ] = None,
     trace_run: Annotated[
         str | None,
-        _flag(_WORKLOAD, "--trace-run", metavar="N", help="vllm bench serve: which run of the file, from 0."),
+        flag(_WORKLOAD, "--trace-run", metavar="N", help="vllm bench serve: which run of the file, from 0."),
     ] = None,
     all_turns: Annotated[
         bool | None,
-        _flag(_WORKLOAD, "--all-turns/--no-all-turns", help="ShareGPT: whole conversations, not just first turns."),
+        flag(_WORKLOAD, "--all-turns/--no-all-turns", help="ShareGPT: whole conversations, not just first turns."),
     ] = None,
     request_timeout: Annotated[
         str | None,
-        _flag(_WORKLOAD, "--request-timeout", metavar="TIME", help="The client gives up after so long: 30s, 2m."),
+        flag(_WORKLOAD, "--request-timeout", metavar="TIME", help="The client gives up after so long: 30s, 2m."),
     ] = None,
     num_prompts: Annotated[
-        str | None, _flag(_WORKLOAD, "--num-prompts", metavar="N", help="Number of synthetic requests.")
+        str | None, flag(_WORKLOAD, "--num-prompts", metavar="N", help="Number of synthetic requests.")
     ] = None,
     input_len: Annotated[
         str | None,
-        _flag(_WORKLOAD, "--input-len", metavar="DIST", help="Prompt tokens of a request."),
+        flag(_WORKLOAD, "--input-len", metavar="DIST", help="Prompt tokens of a request."),
     ] = None,
     output_len: Annotated[
-        str | None, _flag(_WORKLOAD, "--output-len", metavar="DIST", help="Output tokens of a request.")
+        str | None, flag(_WORKLOAD, "--output-len", metavar="DIST", help="Output tokens of a request.")
     ] = None,
     request_rate: Annotated[
         str | None,
-        _flag(_WORKLOAD, "--request-rate", "--rate", metavar="R", help="Requests per second; inf is all at once."),
+        flag(_WORKLOAD, "--request-rate", "--rate", metavar="R", help="Requests per second; inf is all at once."),
     ] = None,
     burstiness: Annotated[
-        str | None, _flag(_WORKLOAD, "--burstiness", metavar="B", help="1 Poisson, below burstier, inf constant.")
+        str | None, flag(_WORKLOAD, "--burstiness", metavar="B", help="1 Poisson, below burstier, inf constant.")
     ] = None,
     arrival: Annotated[
-        str | None, _flag(_WORKLOAD, "--arrival", metavar="PROCESS", help="Arrivals, in place of these two.")
+        str | None, flag(_WORKLOAD, "--arrival", metavar="PROCESS", help="Arrivals, in place of these two.")
     ] = None,
     max_concurrency: Annotated[
-        str | None, _flag(_WORKLOAD, "--max-concurrency", metavar="N", help="Most requests in flight (closed loop).")
+        str | None, flag(_WORKLOAD, "--max-concurrency", metavar="N", help="Most requests in flight (closed loop).")
     ] = None,
     cost: Annotated[
         str | None,
-        _flag(_RUN, "--cost", metavar="COST", help="What a step costs."),
+        flag(_RUN, "--cost", metavar="COST", help="What a step costs."),
     ] = None,
     profile: Annotated[
         str | None,
-        _flag(
+        flag(
             _RUN,
             "--profile",
             metavar="NAME|FILE",
@@ -294,11 +291,11 @@ def simulate(
     ] = None,
     noise: Annotated[
         bool | None,
-        _flag(_RUN, "--noise/--no-noise", help="Scatter the steps' times by what the profile states."),
+        flag(_RUN, "--noise/--no-noise", help="Scatter the steps' times by what the profile states."),
     ] = None,
     slo: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _RUN,
             "--slo",
             metavar="LIMIT",
@@ -308,20 +305,20 @@ def simulate(
     ] = None,
     goodput: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _RUN,
             "--goodput",
             metavar="METRIC:MS",
             help="Limit per request, such as ttft:500 or tpot:50. Repeatable; in place of the scenario's.",
         ),
     ] = None,
-    seed: Annotated[str | None, _flag(_RUN, "--seed", metavar="N", help="All randomness follows from it.")] = None,
+    seed: Annotated[str | None, flag(_RUN, "--seed", metavar="N", help="All randomness follows from it.")] = None,
     horizon: Annotated[
-        str | None, _flag(_RUN, "--horizon", metavar="TIME", help="Stop after so much simulated time.")
+        str | None, flag(_RUN, "--horizon", metavar="TIME", help="Stop after so much simulated time.")
     ] = None,
     saturation: Annotated[
         bool | None,
-        _flag(
+        flag(
             _RUN,
             "--saturation/--no-saturation",
             help="Measure the highest throughput too, for the utilisation; done by default where requests come at a "
@@ -330,7 +327,7 @@ def simulate(
     ] = None,
     gpu_price: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _RUN,
             "--gpu-price",
             metavar="PRICE",
@@ -338,31 +335,31 @@ def simulate(
         ),
     ] = None,
     currency: Annotated[
-        str | None, _flag(_RUN, "--currency", metavar="WORD", help="What prices are in, if not USD.")
+        str | None, flag(_RUN, "--currency", metavar="WORD", help="What prices are in, if not USD.")
     ] = None,
     idle_watts: Annotated[
         list[str] | None,
-        _flag(_RUN, "--idle-watts", metavar="W", help="Power of one GPU while no step runs, for the energy: 120."),
+        flag(_RUN, "--idle-watts", metavar="W", help="Power of one GPU while no step runs, for the energy: 120."),
     ] = None,
     busy_watts: Annotated[
         list[str] | None,
-        _flag(_RUN, "--busy-watts", metavar="W", help="Power of one GPU while a step runs: 650, or h100-sxm=650."),
+        flag(_RUN, "--busy-watts", metavar="W", help="Power of one GPU while a step runs: 650, or h100-sxm=650."),
     ] = None,
-    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print the summary as JSON.")] = False,
+    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print the summary as JSON.")] = False,
     output: Annotated[
-        Path | None, _flag(_OUTPUT, "--output", "-o", metavar="DIR", help="Write records and summary into this folder.")
+        Path | None, flag(_OUTPUT, "--output", "-o", metavar="DIR", help="Write records and summary into this folder.")
     ] = None,
     records_format: Annotated[
         str | None,
-        _flag(_OUTPUT, "--records-format", metavar="parquet|csv", help="Format of the records in DIR, if not parquet."),
+        flag(_OUTPUT, "--records-format", metavar="parquet|csv", help="Format of the records in DIR, if not parquet."),
     ] = None,
     html: Annotated[
-        Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
+        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
     ] = None,
-    force: Annotated[bool, _flag(_OUTPUT, "--force", help="Write into DIR even if it holds other things.")] = False,
-    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No progress bar and no remarks.")] = False,
+    force: Annotated[bool, flag(_OUTPUT, "--force", help="Write into DIR even if it holds other things.")] = False,
+    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress bar and no remarks.")] = False,
     dry_run: Annotated[
-        bool, _flag(_OUTPUT, "--dry-run", help="Show every setting with its source and the memory plan; run nothing.")
+        bool, flag(_OUTPUT, "--dry-run", help="Show every setting with its source and the memory plan; run nothing.")
     ] = False,
 ) -> None:
     """Run a workload through a simulated deployment and say how it went.

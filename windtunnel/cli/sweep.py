@@ -13,6 +13,7 @@ import typer
 
 from windtunnel.cli.errors import EXIT_INFEASIBLE, EXIT_INTERNAL, EXIT_SLO_BREACHED, exit_code
 from windtunnel.cli.output import emit, note, warn
+from windtunnel.cli.panels import flag
 
 if TYPE_CHECKING:
     from windtunnel.sweeping.plan import SweepPlan
@@ -37,10 +38,6 @@ class _Outputs:
     quiet: bool
 
 
-def _flag(panel: str, *names: str, metavar: str | None = None, help: str, **more: Any) -> Any:  # noqa: A002
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, **more)
-
-
 def sweep(
     scenario: Annotated[
         str | None,
@@ -48,7 +45,7 @@ def sweep(
     ] = None,
     vary: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _WHAT,
             "--vary",
             metavar="KEY=SPEC",
@@ -57,11 +54,11 @@ def sweep(
         ),
     ] = None,
     zip_: Annotated[
-        bool, _flag(_WHAT, "--zip", help="Lists side by side, first with first, instead of every combination.")
+        bool, flag(_WHAT, "--zip", help="Lists side by side, first with first, instead of every combination.")
     ] = False,
     samples: Annotated[
         int | None,
-        _flag(
+        flag(
             _WHAT,
             "--samples",
             metavar="N",
@@ -71,15 +68,15 @@ def sweep(
         ),
     ] = None,
     sampling: Annotated[
-        str, _flag(_WHAT, "--sampling", metavar="lhs|sobol|random", help="How they are drawn: lhs if not given.")
+        str, flag(_WHAT, "--sampling", metavar="lhs|sobol|random", help="How they are drawn: lhs if not given.")
     ] = "lhs",
     settings: Annotated[
         list[str] | None,
-        _flag(_WHAT, "--set", metavar="KEY=VALUE", help="A setting for all points; repeat it."),
+        flag(_WHAT, "--set", metavar="KEY=VALUE", help="A setting for all points; repeat it."),
     ] = None,
     sensitivity: Annotated[
         str | None,
-        _flag(
+        flag(
             _JUDGE,
             "--sensitivity",
             metavar="oat|sobol|morris",
@@ -88,19 +85,19 @@ def sweep(
     ] = None,
     slo: Annotated[
         list[str] | None,
-        _flag(_JUDGE, "--slo", metavar="'ttft:p99<500ms'", help="An objective, in place of the scenario's; repeat it."),
+        flag(_JUDGE, "--slo", metavar="'ttft:p99<500ms'", help="An objective, in place of the scenario's; repeat it."),
     ] = None,
     goodput: Annotated[
         list[str] | None,
-        _flag(_JUDGE, "--goodput", metavar="'ttft:500'", help="A limit on each request in ms; repeat it."),
+        flag(_JUDGE, "--goodput", metavar="'ttft:500'", help="A limit on each request in ms; repeat it."),
     ] = None,
     metric: Annotated[
         list[str] | None,
-        _flag(_JUDGE, "--metric", metavar="KEY", help="What tables and figures show: a key of --json; repeat it."),
+        flag(_JUDGE, "--metric", metavar="KEY", help="What tables and figures show: a key of --json; repeat it."),
     ] = None,
     best: Annotated[
         str | None,
-        _flag(
+        flag(
             _JUDGE,
             "--best",
             metavar="KEY",
@@ -109,11 +106,11 @@ def sweep(
     ] = None,
     baseline: Annotated[
         str | None,
-        _flag(_JUDGE, "--baseline", metavar="KEY=VALUE;...", help="The point that changes are counted from."),
+        flag(_JUDGE, "--baseline", metavar="KEY=VALUE;...", help="The point that changes are counted from."),
     ] = None,
     reps: Annotated[
         int | None,
-        _flag(
+        flag(
             _RUN,
             "--reps",
             metavar="N",
@@ -121,19 +118,19 @@ def sweep(
             help="Runs of each point, the same seeds at all: 5, or 1 where nothing is drawn (or --sensitivity).",
         ),
     ] = None,
-    seed: Annotated[int | None, _flag(_RUN, "--seed", metavar="N", min=0, help="The first seed.")] = None,
+    seed: Annotated[int | None, flag(_RUN, "--seed", metavar="N", min=0, help="The first seed.")] = None,
     jobs: Annotated[
         int | None,
-        _flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work: all CPUs; same results."),
+        flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work: all CPUs; same results."),
     ] = None,
     ray: Annotated[
         str | None,
-        _flag(_RUN, "--ray", metavar="auto|ADDRESS|local:N", help="Let a Ray cluster do the work; same results."),
+        flag(_RUN, "--ray", metavar="auto|ADDRESS|local:N", help="Let a Ray cluster do the work; same results."),
     ] = None,
-    dry_run: Annotated[bool, _flag(_RUN, "--dry-run", help="List the points; run nothing.")] = False,
+    dry_run: Annotated[bool, flag(_RUN, "--dry-run", help="List the points; run nothing.")] = False,
     output: Annotated[
         Path | None,
-        _flag(
+        flag(
             _OUTPUT,
             "--output",
             "-o",
@@ -142,18 +139,18 @@ def sweep(
         ),
     ] = None,
     resume: Annotated[
-        bool, _flag(_OUTPUT, "--resume", help="Go on with the sweep in -o: what is finished is not run again.")
+        bool, flag(_OUTPUT, "--resume", help="Go on with the sweep in -o: what is finished is not run again.")
     ] = False,
-    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print JSON in place of the table.")] = False,
-    markdown: Annotated[bool, _flag(_OUTPUT, "--markdown", help="Print Markdown in place of the table.")] = False,
+    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON in place of the table.")] = False,
+    markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown in place of the table.")] = False,
     html: Annotated[
-        Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file.")
+        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file.")
     ] = None,
     csv: Annotated[
-        Path | None, _flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a run with all of its numbers.")
+        Path | None, flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a run with all of its numbers.")
     ] = None,
-    parquet: Annotated[Path | None, _flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
-    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
+    parquet: Annotated[Path | None, flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
+    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
 ) -> None:
     """What if: simulate a scenario at many settings, several times each, with the same requests at all of them.
 
@@ -253,10 +250,10 @@ def _overrides(
         found[key] = value
     if seed is not None and "seed" in found:
         raise typer.BadParameter("--seed and --set seed say the same: drop one of them")
-    for key, flag, given in (("objectives", "--slo", slo), ("goodput", "--goodput", goodput)):
+    for key, option, given in (("objectives", "--slo", slo), ("goodput", "--goodput", goodput)):
         if given:
             if key in found:
-                raise typer.BadParameter(f"{flag} and --set {key} say the same: drop one of them")
+                raise typer.BadParameter(f"{option} and --set {key} say the same: drop one of them")
             found[key] = given
     return found
 

@@ -13,6 +13,7 @@ import typer
 
 from windtunnel.cli.errors import EXIT_SLO_BREACHED
 from windtunnel.cli.output import emit, note, warn
+from windtunnel.cli.panels import flag
 from windtunnel.cli.simulate import Options, overrides
 from windtunnel.cli.simulate import simulate as simulate_command
 
@@ -25,10 +26,6 @@ _NOT_TAKEN = ("horizon", "saturation", "goodput", "slo", "dry_run", "records_for
 """Flags of simulate that mean nothing here."""
 _OWN = "own_parameters"
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _flag(panel: str, *names: str, metavar: str | None = None, help: str, **more: Any) -> Any:  # noqa: A002
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, **more)
 
 
 def _with_flags_of_simulate(function: F) -> F:
@@ -61,11 +58,11 @@ def validate(
     ] = None,
     endpoint: Annotated[
         str | None,
-        _flag(_LIVE, "--endpoint", metavar="URL", help="A server that runs, http://HOST:PORT: it is loaded now."),
+        flag(_LIVE, "--endpoint", metavar="URL", help="A server that runs, http://HOST:PORT: it is loaded now."),
     ] = None,
     bench: Annotated[
         Path | None,
-        _flag(
+        flag(
             _LIVE,
             "--bench",
             metavar="FILE",
@@ -74,67 +71,67 @@ def validate(
     ] = None,
     executor: Annotated[
         str | None,
-        _flag(_LIVE, "--executor", metavar="torch|triton", help="Our own engine, computing in this process."),
+        flag(_LIVE, "--executor", metavar="torch|triton", help="Our own engine, computing in this process."),
     ] = None,
     repeats: Annotated[
-        int, _flag(_LIVE, "--repeats", metavar="N", min=1, help="Live runs; from 2 on their spread is shown, too.")
+        int, flag(_LIVE, "--repeats", metavar="N", min=1, help="Live runs; from 2 on their spread is shown, too.")
     ] = 1,
     bench_run: Annotated[
-        int | None, _flag(_LIVE, "--bench-run", metavar="N", min=0, help="Which run of the file, from 0.")
+        int | None, flag(_LIVE, "--bench-run", metavar="N", min=0, help="Which run of the file, from 0.")
     ] = None,
     log: Annotated[
-        Path | None, _flag(_LIVE, "--log", metavar="FILE", help="With --bench: the log of the server's start.")
+        Path | None, flag(_LIVE, "--log", metavar="FILE", help="With --bench: the log of the server's start.")
     ] = None,
     metrics: Annotated[
         Path | None,
-        _flag(_LIVE, "--metrics", metavar="FILE", help="With --bench: its /metrics, or Prometheus' JSON, saved."),
+        flag(_LIVE, "--metrics", metavar="FILE", help="With --bench: its /metrics, or Prometheus' JSON, saved."),
     ] = None,
     recording: Annotated[
         Path | None,
-        _flag(_LIVE, "--recording", metavar="FILE", help="Steps that RecordingScheduler recorded in the server."),
+        flag(_LIVE, "--recording", metavar="FILE", help="Steps that RecordingScheduler recorded in the server."),
     ] = None,
     clock: Annotated[
         str | None,
-        _flag(_LIVE, "--clock", metavar="wall|cpu", help="With --executor torch: what a step's time is."),
+        flag(_LIVE, "--clock", metavar="wall|cpu", help="With --executor torch: what a step's time is."),
     ] = None,
     as_planned: Annotated[
         bool,
-        _flag(_LIVE, "--as-planned", help="Predict from the flags alone, whatever the server says of its KV pool."),
+        flag(_LIVE, "--as-planned", help="Predict from the flags alone, whatever the server says of its KV pool."),
     ] = False,
     served_model_name: Annotated[
         str | None,
-        _flag(_CLIENT, "--served-model-name", metavar="NAME", help="Model to ask the server for, if not its first."),
+        flag(_CLIENT, "--served-model-name", metavar="NAME", help="Model to ask the server for, if not its first."),
     ] = None,
     api_endpoint: Annotated[
         str | None,
-        _flag(_CLIENT, "--api-endpoint", metavar="PATH", help="/v1/completions (the default) or /v1/chat/completions."),
+        flag(_CLIENT, "--api-endpoint", metavar="PATH", help="/v1/completions (the default) or /v1/chat/completions."),
     ] = None,
     text_prompts: Annotated[
-        bool, _flag(_CLIENT, "--text-prompts", help="Send text, not token ids; lengths are then about right only.")
+        bool, flag(_CLIENT, "--text-prompts", help="Send text, not token ids; lengths are then about right only.")
     ] = False,
     max_token_id: Annotated[
         int | None,
-        _flag(_CLIENT, "--max-token-id", metavar="N", min=102, help="Draw prompts from token ids below; 30000."),
+        flag(_CLIENT, "--max-token-id", metavar="N", min=102, help="Draw prompts from token ids below; 30000."),
     ] = None,
-    api_key: Annotated[str | None, _flag(_CLIENT, "--api-key", metavar="KEY", help="Sent as a bearer token.")] = None,
+    api_key: Annotated[str | None, flag(_CLIENT, "--api-key", metavar="KEY", help="Sent as a bearer token.")] = None,
     num_warmup_requests: Annotated[
         int | None,
-        _flag(_CLIENT, "--num-warmups", metavar="N", min=0, help="Requests before the run that do not count; 2."),
+        flag(_CLIENT, "--num-warmups", metavar="N", min=0, help="Requests before the run that do not count; 2."),
     ] = None,
     scrape_interval: Annotated[
         float | None,
-        _flag(_CLIENT, "--scrape-interval", metavar="S", min=0, help="Seconds between looks at /metrics; 1."),
+        flag(_CLIENT, "--scrape-interval", metavar="S", min=0, help="Seconds between looks at /metrics; 1."),
     ] = None,
     max_seconds: Annotated[
-        float | None, _flag(_CLIENT, "--max-seconds", metavar="S", help="Cut a live run off after so long.")
+        float | None, flag(_CLIENT, "--max-seconds", metavar="S", help="Cut a live run off after so long.")
     ] = None,
     plain_openai: Annotated[
         bool,
-        _flag(_CLIENT, "--plain-openai", help="Send no fields of vLLM's own (ignore_eos, min_tokens, cache_salt)."),
+        flag(_CLIENT, "--plain-openai", help="Send no fields of vLLM's own (ignore_eos, min_tokens, cache_salt)."),
     ] = False,
     max_error: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             _VERDICT,
             "--max-error",
             metavar="LIMITS",
@@ -143,18 +140,18 @@ def validate(
     ] = None,
     attribution: Annotated[
         bool,
-        _flag(_VERDICT, "--attribution/--no-attribution", help="Look for what explains the error (more simulations)."),
+        flag(_VERDICT, "--attribution/--no-attribution", help="Look for what explains the error (more simulations)."),
     ] = True,
-    as_json: Annotated[bool, _flag(_OUTPUT, "--json", help="Print everything as JSON.")] = False,
+    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print everything as JSON.")] = False,
     html: Annotated[
-        Path | None, _flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file with figures.")
+        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file with figures.")
     ] = None,
     output: Annotated[
         Path | None,
-        _flag(_OUTPUT, "--output", "-o", metavar="DIR", help="Write the live runs, the simulated one and the verdict."),
+        flag(_OUTPUT, "--output", "-o", metavar="DIR", help="Write the live runs, the simulated one and the verdict."),
     ] = None,
-    force: Annotated[bool, _flag(_OUTPUT, "--force", help="Write into DIR even if it holds other things.")] = False,
-    quiet: Annotated[bool, _flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
+    force: Annotated[bool, flag(_OUTPUT, "--force", help="Write into DIR even if it holds other things.")] = False,
+    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
     **simulated: Any,
 ) -> None:
     """Lay a prediction beside what really happened: the error in every number, the verdict, and why.
