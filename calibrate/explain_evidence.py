@@ -13,6 +13,7 @@ from windtunnel.calibrate.explain_types import Facts
 from windtunnel.calibrate.live.observed import NS_PER_S, Ending, FloatArray, ObservedRun
 from windtunnel.calibrate.live.observed_metrics import ObservedMetrics, observed_metrics
 from windtunnel.sim.metrics.load import level_over_time
+from windtunnel.sim.metrics.sample import weighted_sum
 from windtunnel.sim.metrics.stability import Stability, judge
 from windtunnel.sim.records import IntArray, Outcome, Records, RequestTable
 from windtunnel.sim.workload import workload
@@ -411,7 +412,7 @@ class Evidence:
         usage = np.nan_to_num(usage)
         return ServerWaiting(
             waiting_mean=total / whole,
-            running_mean=float(np.dot(held, running)) / whole,
+            running_mean=weighted_sum(held, running) / whole,
             running_peak=float(running.max()),
             running_while_waiting=float(mean),
             running_cap=cap,

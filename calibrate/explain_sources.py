@@ -13,6 +13,7 @@ from windtunnel.calibrate.explain_types import Facts
 from windtunnel.calibrate.live.observed import NS_PER_S, SERIES_COLUMNS, ObservedRun, ServerSeries
 from windtunnel.sim.deployment.metrics_text import parse_exposition
 from windtunnel.sim.deployment.startup_log import read_startup_log
+from windtunnel.sim.metrics.sample import weighted_sum
 from windtunnel.sim.records import Records
 
 _PERIODIC = re.compile(
@@ -128,8 +129,8 @@ def facts_of_records(records: Records, wait_shares: Mapping[str, float] | None =
         steps = replica.steps
         held = (steps.end_ns - steps.start_ns).astype(np.float64)
         computed += int((steps.num_decode_seqs + steps.prefill_tokens).sum())
-        running.append(float(np.dot(held, steps.num_running)) / max(records.end_ns, 1))
-        waiting.append(float(np.dot(held, steps.num_waiting)) / max(records.end_ns, 1))
+        running.append(weighted_sum(held, steps.num_running) / max(records.end_ns, 1))
+        waiting.append(weighted_sum(held, steps.num_waiting) / max(records.end_ns, 1))
     return Facts(
         wait_shares=wait_shares,
         num_recomputed_tokens=int(records.requests.num_recomputed_tokens.sum()),

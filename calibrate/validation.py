@@ -28,6 +28,7 @@ from windtunnel.calibrate.live.observed import (
 from windtunnel.calibrate.live.observed_metrics import ObservedMetrics, latency_sample, observed_metrics
 from windtunnel.sim import rng
 from windtunnel.sim.metrics.agreement import METRICS, Curve, MetricError, Overlay, relative_error
+from windtunnel.sim.metrics.sample import weighted_sum
 from windtunnel.sim.records import IntArray
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
@@ -256,7 +257,7 @@ class _Values:
         weights = np.bincount(drawn, minlength=self.num_requests)[self.rows]
         ranks = np.cumsum(weights)
         places = np.searchsorted(ranks, np.array(levels) / 100 * (ranks[-1] - 1), side="right")
-        mean = float(np.dot(self.values, weights)) / float(ranks[-1])
+        mean = weighted_sum(self.values, weights) / float(ranks[-1])
         return [mean, *self.values[np.minimum(places, len(self.values) - 1)].tolist()]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from windtunnel.reports.words import count, nanoseconds, percent, plural
 from windtunnel.sim.metrics.latency import BoolArray, FloatArray, stall_gaps
 from windtunnel.sim.metrics.load import num_tokens
+from windtunnel.sim.metrics.sample import weighted_sum
 from windtunnel.sim.records import IntArray, Outcome, Records, ReplicaRecords
 
 LOW_FREE_SHARE = 0.25
@@ -178,7 +179,7 @@ def slow_gaps(records: Records, limit_ns: float) -> SlowGaps:
         stalled += int((stalls > limit_ns).sum())
         slow += int(covering[is_slow].sum())
         mixed += int(covering[is_slow & (prefill > 0)].sum())
-        tokens += float(np.dot(covering[is_slow], prefill[is_slow]))
+        tokens += weighted_sum(covering[is_slow], prefill[is_slow])
     all_slow = slow + stalled
     return SlowGaps(
         num, all_slow, stalled / max(all_slow, 1), mixed / max(all_slow, 1), tokens / mixed if mixed else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from windtunnel.sim.engine.protocols import EngineLoad
 from windtunnel.sim.engine.request import Request
@@ -112,20 +113,21 @@ class _LoadRouter:
     def choose(self) -> int:
         """The replica with the lowest score."""
         self._listen()
-        best, chosen, num = float("inf"), 0, len(self._replicas)
-        for offset in range(num):
-            number = (self._start + offset) % num
-            score = self._score(number)
+        replicas, told = self._replicas, self._told
+        best, chosen = float("inf"), 0
+        for number in chain(range(self._start, len(replicas)), range(self._start)):
+            waiting, running, usage = told[number]
+            score = waiting + running
+            num_requests = replicas[number].scheduler.num_requests
+            if score < num_requests:
+                score = num_requests
+            if waiting and usage > 0.5:
+                score += waiting * KV_PRESSURE_WEIGHT * (usage - 0.5)
             if score < best:
                 best, chosen = score, number
-        self._told[chosen][0] += 1
-        self._start = (self._start + 1) % num
+        told[chosen][0] += 1
+        self._start = (self._start + 1) % len(replicas)
         return chosen
-
-    def _score(self, number: int) -> float:
-        waiting, running, usage = self._told[number]
-        score = max(self._replicas[number].scheduler.num_requests, waiting + running)
-        return score + (waiting * KV_PRESSURE_WEIGHT * max(0.0, usage - 0.5) if waiting else 0.0)
 
     def _listen(self) -> None:
         if self._world.now_ns - self._told_ns >= STATS_INTERVAL_NS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 from simpy.events import Event
 
@@ -25,14 +25,8 @@ vLLM as well as here.
 """
 
 
-class _Step(NamedTuple):
-    """A step that was handed to the executor."""
-
-    plan: StepPlan
-    start_ns: int
-    end_ns: int
-    result: StepResult
-    load: EngineLoad
+_Step = tuple[StepPlan, int, int, StepResult, EngineLoad]
+"""A step that was handed to the executor: plan, start_ns, end_ns, result, load."""
 
 
 class Replica:
@@ -143,24 +137,22 @@ class Replica:
                 continue
             done = under_way.popleft()
             if done is not None:
-                now_ns = yield from self._finish(done, now_ns)
+                if done[2] > now_ns:  # else the loop slept through its end
+                    now_ns = done[2]
+                if (world.peek() <= now_ns or scheduler.may_finish(done[0])) and now_ns > world.now_ns:
+                    yield self._alarm(now_ns)  # only if the world can tell
+                self._end(done, now_ns)
             if step is None and num_known:
                 now_ns = yield from self._wait_until(now_ns + RETRY_NS)
-
-    def _finish(self, step: _Step, now_ns: int) -> Generator[Event, Any, int]:
-        """Wait for the end of a step, in the world only if that can tell; returns when it was seen."""
-        end_ns = max(now_ns, step.end_ns)  # the loop may have slept through it
-        if self._world.peek() <= end_ns or self.scheduler.may_finish(step.plan):
-            yield from self._sleep_until(end_ns)
-        self._end(step, end_ns)
-        return end_ns
 
     def _give_up(self, under_way: deque[_Step | None], now_ns: int) -> Generator[Event, Any, int]:
         """Finish what is under way and rest, since only a client that loses patience can change anything."""
         while under_way:
             done = under_way.popleft()
             if done is not None:
-                now_ns = yield from self._finish(done, now_ns)
+                now_ns = max(now_ns, done[2])
+                yield from self._sleep_until(now_ns)
+                self._end(done, now_ns)
         yield from self._sleep_until(now_ns)
         self.is_stuck = self._num_in_vain > LIVELOCK_PREEMPTIONS
         return (yield from self._sleep()) if self.is_stuck else now_ns
@@ -172,19 +164,21 @@ class Replica:
             self._log.write_preemptions(plan, now_ns)
         if plan.is_empty:
             return None
-        if plan.shape.num_sampled:
+        if self._num_in_vain and plan.shape.num_sampled:
             self._num_in_vain = 0
         load = self.scheduler.load()
-        start_ns = max(now_ns, self._free_ns[0])
+        start_ns = self._free_ns[0]
+        if start_ns < now_ns:
+            start_ns = now_ns
         result = self.executor.execute(plan)
-        return _Step(plan, start_ns, self._pass_stages(start_ns, result.step_ns), result, load)
+        if len(self._free_ns) > 1:
+            return plan, start_ns, self._pass_stages(start_ns, result.step_ns), result, load
+        end_ns = self._free_ns[0] = start_ns + result.step_ns
+        return plan, start_ns, end_ns, result, load
 
     def _pass_stages(self, start_ns: int, step_ns: int) -> int:
         """When a step that begins now leaves the last stage; stages take equal parts of it, one step at a time each."""
         free_ns, num_stages = self._free_ns, len(self._free_ns)
-        if num_stages == 1:
-            free_ns[0] = start_ns + step_ns
-            return free_ns[0]
         end_ns = start_ns
         for stage in range(num_stages):
             part_ns = step_ns * (stage + 1) // num_stages - step_ns * stage // num_stages
@@ -199,12 +193,13 @@ class Replica:
 
     def _end(self, step: _Step, end_ns: int) -> None:
         """Tell the scheduler and the log that a step is done."""
-        log, plan = self._log, step.plan
-        drafts = _verified(plan, step.result.speculated) if plan.num_drafts else ()
-        for request in self.scheduler.commit(plan, end_ns, step.result.speculated):
+        log = self._log
+        plan, start_ns, _, result, load = step
+        drafts = _verified(plan, result.speculated) if plan.num_drafts else ()
+        for request in self.scheduler.commit(plan, end_ns, result.speculated):
             log.write_spans(request, request.spans)
             self._on_finish(request, end_ns)
-        log.write_step(plan, step.start_ns, end_ns, *step.load, drafts)
+        log.write_step(plan, start_ns, end_ns, load, drafts)
 
     def _sleep(self, alarm_ns: int | None = None) -> Generator[Event, Any, int]:
         """Wait until a request comes, or until ``alarm_ns``; returns when that is."""
@@ -229,14 +224,14 @@ class Replica:
 
     def _sleep_until(self, then_ns: int) -> Generator[Event, Any, None]:
         if then_ns > self._world.now_ns:
-            wake_up = Occurrence(self._world)
-            wake_up.fire(then_ns - self._world.now_ns, STEP_END + self.number)
-            yield wake_up
+            yield self._alarm(then_ns)
+
+    def _alarm(self, then_ns: int) -> Event:
+        """What happens at that time, which is to come."""
+        return self._world.at(then_ns, STEP_END + self.number)
 
     def _call_at(self, then_ns: int, action: Callable[[], None]) -> None:
-        event = Occurrence(self._world)
-        event.callbacks = [lambda _: action()]
-        event.fire(then_ns - self._world.now_ns, STEP_END + self.number)
+        self._alarm(then_ns).callbacks = [lambda _: action()]
 
 
 def _verified(plan: StepPlan, speculated: Speculated | None) -> list[tuple[int, int]]:

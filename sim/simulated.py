@@ -41,7 +41,8 @@ class SimExecutor:
         if drafting is None:
             if plan.num_drafts:
                 raise ValueError("a step verifies drafts, but how they fare was not said: give a drafting")
-            return StepResult(max(1, round(step_s * NS_PER_S)))
+            step_ns = round(step_s * NS_PER_S)
+            return tuple.__new__(StepResult, (step_ns if step_ns > 1 else 1, None, None, 0))
         if drafting.cost is not None:
             step_s += drafting.cost.time_s(plan.shape)
         return StepResult(max(1, round(step_s * NS_PER_S)), drafting.outcome(plan))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappush
 from typing import Any, cast
 
 import simpy
@@ -30,9 +31,18 @@ class World(simpy.Environment):
 
     def call_in(self, delay_ns: int, action: Callable[[Any], None], value: Any = None) -> None:
         """Let ``action(value)`` happen ``delay_ns`` from now."""
-        event = Occurrence(self)
-        event.callbacks = [lambda _: action(value)]
-        event.fire(delay_ns, NORMAL)
+        self.at(self.now_ns + delay_ns, NORMAL).callbacks = [lambda _: action(value)]
+
+    def at(self, then_ns: int, rank: int) -> Event:
+        """An event that happens at ``then_ns``, which is not before now; at that instant, lower ranks go first.
+
+        What ``Environment.timeout`` and ``schedule`` do, without their calls.
+        """
+        event = Event(self)
+        event._ok, event._value = True, None
+        queue: Any = self._queue
+        heappush(queue, (then_ns, rank, next(self._eid), event))
+        return event
 
 
 class Occurrence(Event):

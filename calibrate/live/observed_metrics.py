@@ -24,7 +24,7 @@ from windtunnel.calibrate.live.observed import (
 )
 from windtunnel.sim.metrics.latency import expanded_inter_token_latencies, peak_in_flight
 from windtunnel.sim.metrics.load import kv_usage, ratio
-from windtunnel.sim.metrics.sample import LatencyStats, Sample, latency_stats, sample
+from windtunnel.sim.metrics.sample import LatencyStats, Sample, latency_stats, sample, weighted_sum
 from windtunnel.sim.metrics.summary import percent_word
 from windtunnel.sim.records import IntArray, Outcome, Records
 from windtunnel.sim.workload import Workload
@@ -362,7 +362,7 @@ def _mean(series: ServerSeries | None, name: str, window: tuple[int, int]) -> fl
     if series is None:
         return None
     values, held = _held(series, name, window)
-    return ratio(float(np.dot(values, held)), float(held.sum()))
+    return ratio(weighted_sum(values, held), float(held.sum()))
 
 
 def _peak(series: ServerSeries | None, name: str, window: tuple[int, int]) -> float | None:

@@ -232,6 +232,7 @@ class FittedCost:
         self.refuse_outside = refuse_outside
         self._seconds_of_tokens = _graph_table(parameters)
         self._table = np.array(self._seconds_of_tokens)
+        self._seconds_of_seqs: dict[int, float] = {}  # those that were asked for
         self._bins: dict[str, list[NoiseBin]] = {}
         for each in evidence.noise:
             self._bins.setdefault(each.regime, []).append(each)
@@ -250,7 +251,10 @@ class FittedCost:
         tokens, table = decodes + prefill_tokens, self._seconds_of_tokens
         graph_s = table[tokens] if tokens < len(table) else own.tokens.at(tokens) + own.eager_s
         time_s = own.base_s + graph_s
-        time_s = time_s + own.decode_seqs.at(decodes) + own.decode_context.at(decode_context)
+        seqs_s = self._seconds_of_seqs.get(decodes)
+        if seqs_s is None:
+            seqs_s = self._seconds_of_seqs[decodes] = own.decode_seqs.at(decodes)
+        time_s = time_s + seqs_s + own.decode_context.at(decode_context)
         if not prefills:
             return time_s + sampled * own.sampled_s
         time_s = time_s + own.prefill_s + prefills * own.prefill_seq_s + pairs * own.pair_s

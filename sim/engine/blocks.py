@@ -139,6 +139,11 @@ class BlockPool:
         """Free blocks that hold a full prefix."""
         return self._num_queued - self._num_blank_queued
 
+    def counts(self) -> tuple[int, int]:
+        """``num_free`` and ``num_free_cached`` in one go."""
+        num_queued = self._num_queued
+        return len(self._blank) + num_queued, num_queued - self._num_blank_queued
+
     @property
     def num_keys(self) -> int:
         """Distinct prefixes that can be found."""
@@ -160,8 +165,10 @@ class BlockPool:
             del blank[cut:]
             taken.reverse()
             return taken
-        taken = blank[::-1]
-        blank.clear()
+        taken = []
+        if blank:
+            taken = blank[::-1]
+            blank.clear()
         self._take_queued(taken, count - len(taken))
         return taken
 

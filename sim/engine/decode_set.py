@@ -20,7 +20,6 @@ class DecodeSet:
 
     __slots__ = (
         "_block_size",
-        "_eager",
         "_exits",
         "_finishes",
         "_newest",
@@ -28,6 +27,7 @@ class DecodeSet:
         "_sum_base",
         "_unsorted",
         "clock",
+        "eager",
         "size",
     )
 
@@ -41,7 +41,8 @@ class DecodeSet:
         self._unsorted: set[int] = set()  # phases in which somebody joined behind a later admission
         self._finishes: Calendar = {}
         self._exits: Calendar = {}
-        self._eager: dict[Request, None] = {}
+        self.eager: dict[Request, None] = {}
+        """Members whose newest blocks others may look for."""
 
     def join(self, request: Request, finish_clock: int, exit_clock: int, eager: bool) -> None:
         """Take in a request that gets one token in each of the next steps.
@@ -66,7 +67,7 @@ class DecodeSet:
         if exit_clock >= 0:
             self._exits.setdefault(exit_clock, {})[request] = None
         if eager:
-            self._eager[request] = None
+            self.eager[request] = None
 
     def leave(self, request: Request) -> None:
         """Let a member go; its computed tokens are its own again."""
@@ -76,8 +77,8 @@ class DecodeSet:
         _strike(self._finishes, request.finish_clock, request)
         if request.exit_clock >= 0:
             _strike(self._exits, request.exit_clock, request)
-        if self._eager:
-            self._eager.pop(request, None)
+        if self.eager:
+            self.eager.pop(request, None)
         request.decoding = False
         request.base += self.clock
 
@@ -99,19 +100,10 @@ class DecodeSet:
         """Those members, in the order of their admission."""
         return self._in_order(self.clock % self._block_size)
 
-    @property
-    def has_eager(self) -> bool:
-        """Whether any member is eager."""
-        return bool(self._eager)
-
     def filling(self, step: int) -> list[Request]:
         """The eager members whose newest block is full after step number ``step``, in the order of their admission."""
         members = self._in_order((step + 1) % self._block_size)
-        return [request for request in members if request in self._eager]
-
-    def advance(self) -> None:
-        """One step is scheduled: every member's computed tokens grow by one."""
-        self.clock += 1
+        return [request for request in members if request in self.eager]
 
     def has_due(self, clock: int) -> bool:
         """Whether any member's last token comes with the step before ``clock``."""
@@ -121,8 +113,13 @@ class DecodeSet:
         """The members whose last token came with the step before ``clock``; they are still members."""
         return list(self._finishes[clock]) if clock in self._finishes else []
 
+    @property
+    def has_exhausted(self) -> bool:
+        """Whether any member is not scheduled for the next step or any later one."""
+        return self.clock in self._exits
+
     def exhausted(self) -> list[Request]:
-        """The members that are not scheduled for the next step or any later one; they are still members."""
+        """Those members; they are still members."""
         return list(self._exits.get(self.clock, ()))
 
     def _in_order(self, phase: int) -> list[Request]:

@@ -172,7 +172,7 @@ class DecodeScheduler(Scheduler):
                 return 0
             del self._loading[request]
             self._run(plan, request, now_ns)
-            self._give_chunk(plan, request, 1, 0)
+            self._give_chunk(plan, request, 1, [])
             left -= 1
         return left
 

@@ -198,7 +198,7 @@ class SwapScheduler(Scheduler):
             self._give_decode(plan, request)
         else:
             self.prefilling[request] = None
-            self._give_chunk(plan, request, num_tokens, self._num_new_blocks(request, num_tokens))
+            self._give_chunk(plan, request, num_tokens, self.pool.take(self._num_new_blocks(request, num_tokens)))
 
     def _unpark(self, request: Request) -> tuple[int, bool]:
         """Free its CPU blocks; returns how many they were, and whether it was decoding."""

@@ -162,7 +162,7 @@ class DisaggregatedServer(FleetServer):
 
     def _end_load(self, instance: Instance, request: Request) -> None:
         *row, num_blocks, num_bytes = self._copies.pop(request)
-        self._transfers.append((*row, self._world.now_ns, num_blocks, num_bytes))
+        self._transfers.append([*row, self._world.now_ns, num_blocks, num_bytes])
         _decoder(instance).loaded(request)
         instance.replica.nudge()
         self._give_back(request)
@@ -227,7 +227,7 @@ class DisaggregatedServer(FleetServer):
     def records(self) -> FleetRecords:
         """As ``FleetServer.records``, and the transfers; those under way have no end."""
         for *row, num_blocks, num_bytes in self._copies.values():
-            self._transfers.append((*row, -1, num_blocks, num_bytes))
+            self._transfers.append([*row, -1, num_blocks, num_bytes])
         return replace(super().records(), transfers=self._transfers.table(order_by=("start_ns", "asked_ns")))
 
 

@@ -504,7 +504,7 @@ class FleetServer:
 
     def write_scaling(self, row: tuple[int, ...]) -> None:
         """Log that an autoscaler looked: the fields of ``ScalingTable`` in order."""
-        self._scalings.append(row)
+        self._scalings.append([*row])
 
     # -- what is left behind
 
@@ -512,7 +512,7 @@ class FleetServer:
         stay = instance.stays.pop(request)
         row = int(request.request_id)
         self._stays.append(
-            (row, instance.number, stay.sent_ns, ended_ns, fate, num_emitted, stay.num_known_blocks, stay.number)
+            [row, instance.number, stay.sent_ns, ended_ns, fate, num_emitted, stay.num_known_blocks, stay.number]
         )
 
     def records(self) -> FleetRecords:
@@ -524,7 +524,7 @@ class FleetServer:
         lives = Rows(LifeTable)
         for each in self.instances:
             lives.append(
-                (each.pool, each.place, each.ordered_ns, each.ready_ns, each.draining_ns, each.gone_ns, each.death)
+                [each.pool, each.place, each.ordered_ns, each.ready_ns, each.draining_ns, each.gone_ns, each.death]
             )
         facts = tuple(_facts(pool) for pool in self.fleet.pools)
         stays = self._stays.table(order_by=("number",))

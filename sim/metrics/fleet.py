@@ -11,7 +11,7 @@ from windtunnel.sim.fleet.records import Death, Fate, FleetRecords, LifeTable
 from windtunnel.sim.metrics.economics import Rates
 from windtunnel.sim.metrics.latency import NS_PER_S, BoolArray
 from windtunnel.sim.metrics.load import durations, kv_usage, level_over_time, present_ns, ratio
-from windtunnel.sim.metrics.sample import LatencyStats, latency_stats, sample
+from windtunnel.sim.metrics.sample import LatencyStats, latency_stats, sample, weighted_sum
 from windtunnel.sim.records import IntArray, Outcome, Records
 
 S_PER_HOUR = 3600
@@ -206,9 +206,9 @@ def _replica(records: Records, fleet: FleetRecords, number: int, start_ns: int, 
         num_lost=int((fates == Fate.LOST).sum()),
         output_tokens=int(table.num_output_tokens[finished].sum()),
         busy_share=ratio(float(duration.sum()), there_ns),
-        num_running_mean=ratio(float(np.dot(own.steps.num_running, duration)), there_ns),
-        num_waiting_mean=ratio(float(np.dot(own.steps.num_waiting, duration)), there_ns),
-        kv_usage_mean=ratio(float(np.dot(active, duration)), there_ns),
+        num_running_mean=ratio(weighted_sum(own.steps.num_running, duration), there_ns),
+        num_waiting_mean=ratio(weighted_sum(own.steps.num_waiting, duration), there_ns),
+        kv_usage_mean=ratio(weighted_sum(active, duration), there_ns),
         kv_usage_peak=float(active.max()) if len(active) else None,
         num_preemptions=len(own.preemptions),
         prefix_cache_hit_rate=_hit_rate(records, table.replica == number),
@@ -298,7 +298,7 @@ def _ready(lives: LifeTable, chosen: BoolArray, start_ns: int, end_ns: int) -> t
     lasted = np.diff(bounds)
     there = level[lasted > 0]
     return (
-        ratio(float(np.dot(level, lasted)), end_ns - start_ns),
+        ratio(weighted_sum(level, lasted), end_ns - start_ns),
         int(there.max(initial=0)),
         int(there.min()) if len(there) else 0,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from windtunnel.sim.metrics.latency import NS_PER_S, FloatArray
+from windtunnel.sim.metrics.sample import weighted_sum
 from windtunnel.sim.records import IntArray, Records, ReplicaRecords, StepTable
 
 
@@ -104,15 +105,15 @@ def kv_stats(records: Records, start_ns: int, end_ns: int) -> KvStats:
     for replica, weight in zip(records.replicas, blocks, strict=True):
         duration = durations(replica.steps, start_ns, end_ns)
         active, cached = kv_usage(replica)
-        active_ns += weight * float(np.dot(active, duration))
-        cached_ns += weight * float(np.dot(cached, duration))
+        active_ns += weight * weighted_sum(active, duration)
+        cached_ns += weight * weighted_sum(cached, duration)
         busy_ns += weight * float(duration.sum())
         if len(active):
             peaks.append(float(active.max()))
             cached_peaks.append(float(cached.max()))
     total_ns = float(blocks.sum()) * (end_ns - start_ns)
     if records.fleet is not None:
-        total_ns = float(np.dot(blocks, present_ns(records, start_ns, end_ns)))
+        total_ns = weighted_sum(blocks, np.array(present_ns(records, start_ns, end_ns)))
     return KvStats(
         usage_mean=ratio(active_ns, total_ns),
         usage_mean_busy=ratio(active_ns, busy_ns),
@@ -137,9 +138,9 @@ def load_stats(
     peaks = {"batch": 0, "running": 0, "waiting": 0}
     for steps in (replica.steps for replica in records.replicas):
         duration, batch = durations(steps, start_ns, end_ns), batch_size(steps)
-        batch_ns += float(np.dot(batch, duration))
-        running_ns += float(np.dot(steps.num_running, duration))
-        waiting_ns += float(np.dot(steps.num_waiting, duration))
+        batch_ns += weighted_sum(batch, duration)
+        running_ns += weighted_sum(steps.num_running, duration)
+        waiting_ns += weighted_sum(steps.num_waiting, duration)
         busy_ns += float(duration.sum())
         num_steps += len(steps)
         tokens += int(num_tokens(steps).sum())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, sqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +56,7 @@ class Sample:
         fits_int64 = float(np.abs(self.values[[0, -1]]).max()) * self.count < 2**62
         exact = self.values.dtype.kind == "i" and fits_int64
         values = self.values if exact else self.values.astype(np.float64)
-        return float(values.sum() if self.ranks is None else np.dot(values, self.weights))
+        return float(values.sum()) if self.ranks is None else weighted_sum(values, self.weights)
 
     def mean(self) -> float | None:
         """Arithmetic mean, None for an empty sample."""
@@ -67,8 +68,8 @@ class Sample:
         if mean is None:
             return None
         squares = (self.values - mean) ** 2
-        total = squares.sum() if self.ranks is None else np.dot(squares, self.weights)
-        return sqrt(float(total) / self.count)
+        total = float(squares.sum()) if self.ranks is None else weighted_sum(squares, self.weights)
+        return sqrt(total / self.count)
 
     def median(self) -> float | None:
         """Middle value, or the mean of the two middle ones; None for an empty sample."""
@@ -100,6 +101,15 @@ class Sample:
         position = int(np.searchsorted(self.values, value, side="right"))
         below = position if self.ranks is None else (int(self.ranks[position - 1]) if position else 0)
         return below / self.count
+
+
+def weighted_sum(values: npt.NDArray[Any], weights: npt.NDArray[Any]) -> float:
+    """Sum of the products.
+
+    Not ``np.dot``: a BLAS library adds in an order that depends on its number of threads, and lets these spin for a
+    while afterwards, which took a third of the CPU time of a search.
+    """
+    return float((values * weights).sum())
 
 
 def sample(values: npt.ArrayLike) -> Sample:

@@ -98,7 +98,7 @@ def slot_use(records: Records) -> SlotUse:
         slots, duration_ns = steps.num_decode_seqs + steps.num_prefill_seqs, steps.end_ns - steps.start_ns
         slot_steps += int(slots.sum())
         busy_ns += int(duration_ns.sum())
-        slot_ns += int(np.dot(slots, duration_ns))
+        slot_ns += int((slots * duration_ns).sum())
     output_tokens = int(records.requests.num_output_tokens.sum())
     busy_s = busy_ns / NS_PER_S
     return SlotUse(
