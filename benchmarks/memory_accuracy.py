@@ -18,7 +18,6 @@ from windtunnel import __version__
 from windtunnel.calibrate.memory_fit import Evaluation, Line, evaluate, table
 from windtunnel.calibrate.startups import read_rows, usable
 from windtunnel.reports import page
-from windtunnel.reports.files import atomic_writer
 from windtunnel.sim.deployment.gpu import GIB
 from windtunnel.sim.deployment.memory_plan import CONTEXT_BYTES, DISTRIBUTED_CONTEXT_BYTES
 
@@ -33,9 +32,14 @@ def main() -> None:
     rows = read_rows()
     evaluations = evaluate(rows)
     _, unusable = usable(rows)
-    with atomic_writer(target) as file:
-        for part in _page(evaluations, unusable, len(rows)):
-            file.write(part + "\n")
+    page.write_page(
+        target,
+        "KV cache of real start-ups, planned",
+        _body(evaluations, unusable, len(rows)),
+        skip_to="table",
+        head=page.masthead("The memory planner beside real start-ups of vLLM", f"windtunnel {__version__}"),
+        foot=f"Made by benchmarks/memory_accuracy.py of windtunnel {__version__}.",
+    )
     print(f"{_in_all(evaluations)}; wrote {target}")
 
 
@@ -49,11 +53,8 @@ def _in_all(evaluations: Sequence[Evaluation]) -> str:
     )
 
 
-def _page(evaluations: Sequence[Evaluation], unusable: dict[int, str], num_rows: int) -> Iterator[str]:
+def _body(evaluations: Sequence[Evaluation], unusable: dict[int, str], num_rows: int) -> Iterator[str]:
     families = {evaluation.family for evaluation in evaluations}
-    yield from page.page_head("KV cache of real start-ups, planned", skip_to="table")
-    yield "<header><h1>The memory planner beside real start-ups of vLLM</h1>"
-    yield f'<p class="what">windtunnel {__version__}</p></header><main>'
     own = [evaluation for evaluation in evaluations if not evaluation.weights_logged]
     told = [
         f"Asked for was: {TARGET}.",
@@ -83,7 +84,7 @@ def _page(evaluations: Sequence[Evaluation], unusable: dict[int, str], num_rows:
     yield from page.table(
         ("Reason", "Start-ups"), [(page.cell(why), page.cell(str(count), "number")) for why, count in counts]
     )
-    yield "</section></main></body></html>"
+    yield "</section>"
 
 
 def _with_replicas(evaluations: Sequence[Evaluation]) -> int:

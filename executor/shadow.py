@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from windtunnel.executor.batch import EngineView
 from windtunnel.executor.engine import RealExecutor
+from windtunnel.sim.cost.evidence import evidence_of
 from windtunnel.sim.cost.features import REGIMES, regimes_of
 from windtunnel.sim.engine.plan import StepPlan, StepResult, StepShape
 from windtunnel.sim.engine.protocols import CostModel, Executor
@@ -236,9 +237,12 @@ class ShadowMetrics:
         outside = GaugeMetricFamily(
             "windtunnel_shadow_extrapolated_share", "Latest steps outside of the model's domain, 0-1.", labels=labels
         )
-        info = GaugeMetricFamily("windtunnel_shadow_info", "The cost model.", labels=["executor", "cost", "calibrated"])
+        info = GaugeMetricFamily(
+            "windtunnel_shadow_info", "The cost model.", labels=["executor", "cost", "calibrated", "evidence"]
+        )
         for executor, drift in list(self._drifts.items()):
-            info.add_metric([executor, drift.cost.name, str(drift.cost.calibrated).lower()], 1)
+            cost, evidence = drift.cost, evidence_of(drift.cost.describe())
+            info.add_metric([executor, cost.name, str(cost.calibrated).lower(), evidence], 1)
             for line in drift.lines():
                 own = [executor, line.regime]
                 steps.add_metric(own, line.num_steps_in_all)

@@ -15,6 +15,7 @@ from windtunnel.reports.reasons import slow_tokens, waiting
 from windtunnel.reports.text import measured_value
 from windtunnel.reports.words import count, milliseconds, percent, plural, verb
 from windtunnel.sim.metrics import SloResult, Summary, Verdict
+from windtunnel.sim.metrics.slo import MOST_FAILED_PERCENT
 from windtunnel.sim.metrics.summary import percent_word
 from windtunnel.sim.records import Records
 
@@ -49,7 +50,7 @@ def answer(records: Records, summary: Summary) -> Answer:
         _preemptions(records, summary),
         "" if summary.fleet is None else " ".join(fleet_sentences(summary.fleet)),
     )
-    tone = "bad" if missed else TONES[summary.stability.verdict]
+    tone = "bad" if missed or _loses_many(summary) else TONES[summary.stability.verdict]
     return Answer(_headline(summary), tuple(sentence for sentence in sentences if sentence), tone)
 
 
@@ -61,6 +62,45 @@ def _missed(summary: Summary) -> list[SloResult]:
 
 
 def _headline(summary: Summary) -> str:
+    lost = unanswered(summary)
+    if not lost or summary.stability.verdict is Verdict.SHEDDING:
+        return _state(summary)
+    return f"{lost} {_state(summary)}" if summary.completed else lost
+
+
+def _num_unanswered(summary: Summary) -> int:
+    """Requests that were refused, given up or lost; not those that a horizon cut off."""
+    return summary.failed - summary.unfinished
+
+
+def _loses_many(summary: Summary) -> bool:
+    return _num_unanswered(summary) > MOST_FAILED_PERCENT / 100 * summary.num_prompts
+
+
+def unanswered(summary: Summary) -> str:
+    """Which share had no answer, of what was offered, and how much of it no load is to blame for; empty for few."""
+    if not _loses_many(summary):
+        return ""
+    lost = 0 if summary.fleet is None else summary.fleet.num_lost_requests
+    kinds = [
+        word
+        for word, number in (("refused", summary.rejected), ("given up by clients", summary.aborted), ("lost", lost))
+        if number
+    ]
+    of = f"the {_offered(summary)} offered" if summary.request_rate else "the requests"
+    share = percent(_num_unanswered(summary) / summary.num_prompts)
+    return f"{share} of {of} were {' or '.join(kinds)}{_max_model_len(summary)}."
+
+
+def _max_model_len(summary: Summary) -> str:
+    if not summary.unservable:
+        return ""
+    if summary.unservable == _num_unanswered(summary):
+        return ": their prompts do not fit max_model_len"
+    return f": {percent(summary.unservable / summary.num_prompts)} because their prompts do not fit max_model_len"
+
+
+def _state(summary: Summary) -> str:
     stability = summary.stability
     misses = _misses(summary)
     match stability.verdict:
@@ -69,12 +109,12 @@ def _headline(summary: Summary) -> str:
         case Verdict.BACKLOGGED:
             return f"{_backlog(summary)}{f', and it misses {misses}' if misses else ''}."
         case Verdict.OVERLOADED:
-            return f"Overloaded: {_offered(summary)} come in, {count(stability.completion_rate)}/s get done."
+            return f"Overloaded: {_servable(summary)} come in, {count(stability.completion_rate)}/s get done."
         case Verdict.STALLED:
             return "Stalled: the queue's first request can never be scheduled."
         case Verdict.SHEDDING:
-            refused = summary.rejected - summary.unservable
-            return f"It sheds load: {percent(refused / summary.num_prompts)} of the requests were refused."
+            text = f"It sheds load: {percent(summary.rejected / summary.num_prompts)} of the requests were refused"
+            return f"{text}{_max_model_len(summary)}."
     return "Too short to say whether it keeps up."
 
 
@@ -91,13 +131,20 @@ def _offered(summary: Summary) -> str:
     return f"{count(summary.request_rate)} requests/s" if summary.request_rate else "all requests at once"
 
 
+def _servable(summary: Summary) -> str:
+    """The rate of the requests that can be served at all."""
+    rate = summary.stability.offered_request_rate
+    return f"{count(rate)} requests/s" if rate else "all requests at once"
+
+
 def _clients(summary: Summary) -> str:
     return plural(summary.max_concurrency or 0, "client")
 
 
 def _kept_up(summary: Summary) -> str:
     if summary.max_concurrency is None:
-        kept = f"it keeps up with {_offered(summary)}"
+        others = "the others, " if summary.unservable and _loses_many(summary) else ""
+        kept = f"it keeps up with {others}{_servable(summary)}"
     else:
         kept = f"{_clients(summary)} in a closed loop are served as fast as they ask"
     return f"{kept[0].upper()}{kept[1:]}" if _missed(summary) else kept
@@ -115,7 +162,7 @@ def _backlog(summary: Summary) -> str:
         return f"One burst: {many} {at_once} took {milliseconds(1000 * summary.duration_s)}"
     if stability.has_peak:
         return "Backlogged: at the peak more came than it could serve"
-    return f"Backlogged: {_offered(summary)} came in, and not without a queue"
+    return f"Backlogged: {_servable(summary)} came in, and not without a queue"
 
 
 # --- what clients saw, and what was lost

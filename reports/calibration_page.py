@@ -12,7 +12,7 @@ import numpy as np
 
 from windtunnel.reports import page
 from windtunnel.reports.figures import Figure, Trace
-from windtunnel.reports.files import atomic_writer
+from windtunnel.reports.published_page import write_published
 from windtunnel.reports.words import plural
 
 MISSING = "missing"
@@ -33,19 +33,21 @@ def write_calibration_page(path: str | Path, content: Plain, *, version: str) ->
 
     Raises OSError if it cannot be written.
     """
-    with atomic_writer(path) as file:
-        for part in _page(content, version):
-            file.write(part)
-            file.write("\n")
+    live = _present(content["live"])
+    drawn = [*_step_figures(_groups(content)), *(_live_figures(live) if live else [])]
+    write_published(
+        path,
+        "Predicted beside measured step times",
+        _body(content, {figure.name: figure for figure in drawn}),
+        subject="calibration",
+        version=version,
+        skip_to="steps",
+        drawn=drawn,
+    )
 
 
-def _page(content: Plain, version: str) -> Iterator[str]:
-    title = "Predicted beside measured step times"
-    groups, live = _groups(content), _present(content["live"])
-    drawn = [*_step_figures(groups), *(_live_figures(live) if live else [])]
-    yield from page.page_head(title, skip_to="steps")
-    yield f'<header><h1>{escape(title)}</h1><p class="what">windtunnel {escape(version)}, calibration</p></header>'
-    yield "<main>"
+def _body(content: Plain, drawn: Mapping[str, Figure]) -> Iterator[str]:
+    live = _present(content["live"])
     yield from page.answer_box(_headline(live, _present(content["b300"])), _sentences(content), _tone(live))
     yield from page.navigation(
         [
@@ -57,18 +59,12 @@ def _page(content: Plain, version: str) -> Iterator[str]:
             ("bundled", "Bundled profiles"),
         ]
     )
-    by_name = {figure.name: figure for figure in drawn}
-    yield from _steps_section(groups, by_name)
-    yield from _live_section(content["live"], by_name)
+    yield from _steps_section(_groups(content), drawn)
+    yield from _live_section(content["live"], drawn)
     yield from _b300_section(content["b300"])
     yield from _kernels_section(content["kernels"])
     yield from _cpu_section(content["cpu"])
     yield from _bundled_section(content["bundled"])
-    yield (
-        f"</main><footer><p>Made by benchmarks/calibration_page.py of windtunnel {escape(version)}; the numbers are in "
-        "calibration.json beside this file. Figures by plotly.js (MIT licence), included in this file.</p></footer>"
-    )
-    yield from page.page_end(drawn)
 
 
 # --- the answer
@@ -225,12 +221,12 @@ def _short(name: str) -> str:
 def _steps_section(groups: Sequence[Plain], figures: Mapping[str, Figure]) -> Iterator[str]:
     yield page.section("steps", "Steps that a profile had not seen")
     if not groups:
-        yield from _lead("Neither the table of B300 nor the live runs were at hand.")
+        yield page.lead("Neither the table of B300 nor the live runs were at hand.")
     else:
         yield page.figure(figures["scatter"])
         yield page.figure(figures["residuals"])
         yield "<h3>Errors by profile</h3>"
-        yield from _lead(
+        yield page.lead(
             "Absolute errors in percent of the measured time, at the median, the 90th and the 99th percentile; bias is "
             "the sum of predicted over the sum of measured times, less one."
         )
@@ -316,18 +312,18 @@ def _live_section(part: Any, figures: Mapping[str, Figure]) -> Iterator[str]:
     yield page.section("live", "Live runs of a vLLM server")
     live = _present(part)
     if live is None:
-        yield from _lead(part[MISSING])
+        yield page.lead(part[MISSING])
         yield "</section>"
         return
     study = live["paced"]
     path = study["http_path_ms"]
-    yield from _lead(
+    yield page.lead(
         "vLLM 0.32 on a CPU, with its own HTTP server, scheduler and engine loop; each step is held until a set time "
         "has passed, so that the machine's changing speed does not blur what is compared. Step times and the way "
         f"between client and engine are learned from {', '.join(study['study']['learned'])}. A predicted run "
         "contributes when the client sent which lengths, and its server's limits; nothing else."
     )
-    yield from _lead(
+    yield page.lead(
         f"The way in takes {path['in_ms']:.1f} ms in the median (the first request of a run {path['first_in_ms']:.0f} "
         f"ms), requests of a burst come {path['turn_ms']:.2f} ms apart, and a token is at the client "
         f"{path['out_ms']:.1f} ms after its step plus {path['out_per_token_ms']:.2f} ms for each token of that step."
@@ -339,11 +335,11 @@ def _live_section(part: Any, figures: Mapping[str, Figure]) -> Iterator[str]:
     yield from page.table(_LIVE_HEADS, [_live_row(line) for line in client if line["limit_percent"] is None])
     yield "</details>"
     yield "<details><summary>All at the engine, not judged</summary>"
-    yield from _lead("From the API server's arrival, as recorded, to the end of the steps.")
+    yield page.lead("From the API server's arrival, as recorded, to the end of the steps.")
     yield from page.table(_LIVE_HEADS, [_live_row(line) for line in study["lines"] if line["where"] == "engine"])
     yield "</details>"
     yield "<h3>Decisions</h3>"
-    yield from _lead(
+    yield page.lead(
         "Arrivals and step times as recorded are fed back; compared is, in every step, which requests compute how many "
         "tokens, in the order of the decision."
     )
@@ -358,7 +354,7 @@ def _live_section(part: Any, figures: Mapping[str, Figure]) -> Iterator[str]:
     ]
     yield from page.table(("Run", "Steps", "Preemptions", "Beside vLLM's decisions"), rows)
     yield "<h3>Without pacing</h3>"
-    yield from _lead(
+    yield page.lead(
         f"The same server with its bare CPU steps, learned from {', '.join(live['bare']['study']['learned'])}. The "
         "machine changed its speed by 1.6 to 1.8 times in phases, so that one run's steps do not foretell those of "
         "another; nothing is judged, and the errors are what such a machine does to any profile."
@@ -398,10 +394,10 @@ def _b300_section(part: Any) -> Iterator[str]:
     yield page.section("b300", "Real steps on B300")
     sizes = _present(part)
     if sizes is None:
-        yield from _lead(part[MISSING])
+        yield page.lead(part[MISSING])
     else:
         divisions = len(sizes[0]["divisions"])
-        yield from _lead(
+        yield page.lead(
             f"vLLM 0.20 serving Qwen3-32B: 70 % of the shapes were fitted and the others predicted, with {divisions} "
             "random divisions. Wanted are a median of at most 2.5 %, nine of ten within 6 %, and 85 to 95 % of the "
             "steps in their 90 % intervals. Medians over the divisions, with the worst in brackets. A few steps of the "
@@ -430,9 +426,9 @@ def _b300_row(size: Plain) -> list[str]:
 def _kernels_section(part: Plain) -> Iterator[str]:
     yield page.section("kernels", "Composed from kernel tables")
     if MISSING in part:
-        yield from _lead(part[MISSING])
+        yield page.lead(part[MISSING])
     else:
-        yield from _lead(
+        yield page.lead(
             "Steps put together from measured times of single kernels, beside steps that were measured whole. Bias is "
             "that of the median step."
         )
@@ -494,10 +490,10 @@ def _words(key: str) -> str:
 def _cpu_section(part: Plain) -> Iterator[str]:
     yield page.section("cpu", "CPU, from measuring to a live run")
     if MISSING in part:
-        yield from _lead(part[MISSING])
+        yield page.lead(part[MISSING])
     else:
         machine = part["machine"]
-        yield from _lead(
+        yield page.lead(
             f"Our own torch executor, {part['layers']} layers of {part['hidden']}, one thread ({machine['cpu']}): "
             f"measured and fitted in {part['measure_and_fit_s']:.0f} s, then {part['num_requests']} requests at "
             f"{100 * part['load']:.0f} % of its capacity served live {len(part['live_s'])} times. "
@@ -505,7 +501,7 @@ def _cpu_section(part: Plain) -> Iterator[str]:
         )
         kept = "" if part["clock"] != "cpu" else "All limits are kept." if not part["broken"] else "Limits are broken."
         exact = "reproduce" if part["is_replayed_exactly"] else "do not reproduce"
-        yield from _lead(f"{kept} Recorded step times fed back {exact} every token's time to the nanosecond.".strip())
+        yield page.lead(f"{kept} Recorded step times fed back {exact} every token's time to the nanosecond.".strip())
         heads = ("Figure", "Unit", "Predicted", "Live, median", "Error", "Limit", "Live runs apart")
         yield from page.table(heads, map(_cpu_row, part["comparison"]))
     yield "</section>"
@@ -526,10 +522,10 @@ def _cpu_row(row: Plain) -> list[str]:
 def _bundled_section(part: Plain) -> Iterator[str]:
     yield page.section("bundled", "Bundled profiles")
     if MISSING in part:
-        yield from _lead(part[MISSING])
+        yield page.lead(part[MISSING])
     else:
         profiles = part["profiles"]
-        yield from _lead(
+        yield page.lead(
             f"{plural(len(profiles), 'profile')} come with windtunnel. Each states how far it is off where that was "
             "measured on a like case; a dash means that no real step was compared."
         )
@@ -552,7 +548,3 @@ def _bundled_row(profile: Plain) -> list[str]:
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f} %"
-
-
-def _lead(text: str) -> Iterator[str]:
-    yield f'<p class="lead">{escape(text)}</p>'

@@ -293,12 +293,24 @@ def _along(runs: ComparedRuns, axis: ComparisonAxis, key: str) -> str:
             return ""
         return f"{name}: level at every value of {axis.key}, {say(key, order[0].number(key) or 0.0)}."
     words = ("highest", "lowest") if metric(key).better != "lower" else ("lowest", "highest")
-    last = order[-1]
+    sign = 1 if words[0] == "lowest" else -1
+    last = max(order, key=lambda run: sign * (run.number(key) or 0.0))
     worst = [run for run in order if run not in best and are_level(run.number(key) or 0.0, last.number(key) or 0.0)]
     told = [
         f"{word} {_at_value(runs, axis, found, key)}" for word, found in zip(words, (best, worst), strict=True) if found
     ]
+    told += [f"not ranked {_places(axis, [run.place])} ({doubt(run)})" for run in _seemingly_better(runs, key, best)]
     return f"{name}: {', '.join(told)}."
+
+
+def _seemingly_better(runs: ComparedRuns, key: str, best: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Runs whose latency looks better than the best, but may not be ranked."""
+    if not best or not metric(key).is_latency:
+        return []
+    sign = 1 if metric(key).better == "lower" else -1
+    limit = sign * (best[0].number(key) or 0.0)
+    rest = [run for run in runs.along(key, runs.variants[0]) if not runs.judges(key, run)]
+    return [run for run in rest if sign * (run.number(key) or 0.0) < limit]
 
 
 def _at_value(runs: ComparedRuns, axis: ComparisonAxis, found: Sequence[ComparedRun], key: str) -> str:

@@ -17,7 +17,6 @@ from windtunnel.reports.comparison_answer import (
 from windtunnel.reports.comparison_figures import comparison_figures, has_waste
 from windtunnel.reports.comparison_text import Cell, run_columns, run_table, variant_table
 from windtunnel.reports.figures import Figure
-from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.page import (
     answer_box,
     badge,
@@ -26,18 +25,17 @@ from windtunnel.reports.page import (
     cell_html,
     code,
     figure,
-    footer,
     glossary,
     header,
     how_it_was_run,
     navigation,
-    page_end,
-    page_head,
     section,
+    simulated_with,
     table,
     table_head,
     table_row,
     warning_box,
+    write_page,
 )
 from windtunnel.reports.values import plain
 from windtunnel.reports.words import NOTHING
@@ -62,17 +60,22 @@ def write_html(path: str | Path, runs: ComparedRuns, relations: Sequence[Relatio
 
     The same runs give the same bytes.  Raises OSError if the file cannot be written; then none is left behind.
     """
-    with atomic_writer(path) as file:
-        for part in _page(runs, relations, context):
-            file.write(part)
-            file.write("\n")
-
-
-def _page(runs: ComparedRuns, relations: Sequence[Relation], context: ComparisonContext) -> Iterator[str]:
     drawn = comparison_figures(runs, relations)
-    yield from page_head(context.common.title, skip_to="curves", styles=("page.css", "comparison.css"))
-    yield from header(context.common)
-    yield "<main>"
+    write_page(
+        path,
+        context.common.title,
+        _body(runs, relations, context, drawn),
+        skip_to="curves",
+        head=header(context.common),
+        foot=simulated_with(context.common.version),
+        drawn=drawn,
+        styles=("page.css", "comparison.css"),
+    )
+
+
+def _body(
+    runs: ComparedRuns, relations: Sequence[Relation], context: ComparisonContext, drawn: Sequence[Figure]
+) -> Iterator[str]:
     yield from _purpose(context)
     said = answer(runs, relations)
     yield from answer_box(said.headline, said.sentences, "none")
@@ -87,9 +90,6 @@ def _page(runs: ComparedRuns, relations: Sequence[Relation], context: Comparison
     yield from _settings(runs, context)
     yield from _how(context)
     yield from glossary()
-    yield "</main>"
-    yield from footer(context.common.version)
-    yield from page_end(drawn)
 
 
 class _Further(NamedTuple):

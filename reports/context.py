@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from windtunnel.sim.cost.evidence import UNCALIBRATED, in_words
 from windtunnel.sim.records import IntArray
 
 
@@ -30,12 +31,13 @@ class ReportContext:
     engine: str = ""
     """The engine and the version whose behaviour was simulated, such as ``vLLM 0.32``."""
     cost_model: str = ""
-    calibrated: bool = False
-    """Whether the cost model was fitted to measurements; if not, every output says *uncalibrated*."""
+    evidence: str = UNCALIBRATED
+    """What stands behind the step times (``windtunnel.sim.cost.evidence``), which every output says: ``measured``,
+    ``composed`` or ``uncalibrated``."""
     cost: Mapping[str, Any] = field(default_factory=dict)
     """What the cost model says of itself (``CostModel.describe``)."""
     calibrated_by: tuple[str, ...] = ()
-    """Where calibrated step times come from and how far off they are, in sentences; empty where they are not."""
+    """Where step times of profiles come from and how far off they are, in sentences; empty where they are not."""
     resolved: tuple[ResolvedValue, ...] = ()
     """All settings, in the order in which they are to be shown."""
     seed: int | None = None
@@ -55,10 +57,18 @@ class ReportContext:
     tenant: IntArray | None = None
     """Per row the place of its tenant in ``tenants``; None where there are none."""
 
+    def __post_init__(self) -> None:
+        in_words(self.evidence)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether step times are those of fitted profiles, be they measured or composed."""
+        return self.evidence != UNCALIBRATED
+
     @property
     def calibration(self) -> str:
-        """``calibrated`` or ``uncalibrated``."""
-        return "calibrated" if self.calibrated else "uncalibrated"
+        """``measured``, ``composed, not measured`` or ``uncalibrated``."""
+        return in_words(self.evidence)
 
     def label(self, row: int) -> str:
         """The name of a request."""

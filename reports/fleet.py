@@ -28,6 +28,8 @@ MAX_WHOLE_TICKS = 8
 """Replicas up to which the axis shows each whole number."""
 EVEN = 1.1
 """Requests of the busiest replica over the mean, up to which the router is said to have spread them evenly."""
+LONG_AT_DEAD_S = 1e-3
+"""Request-seconds at dead replicas from which on they are said: being refused takes no time to speak of."""
 _LOOKS = (
     ("@blue", "solid"),
     ("@vermillion", "dash"),
@@ -56,6 +58,10 @@ def fleet_rows(of: FleetStats) -> Iterator[tuple[str, str]]:
         yield "Mean wait there", milliseconds(of.gateway_wait.mean_ms)
     if of.num_crashes:
         yield "Crashes", f"{of.num_crashes:,}"
+    if of.num_unheard_stays:
+        yield "Times a request was sent to a dead replica", f"{of.num_unheard_stays:,}"
+    if of.time_at_dead_s >= LONG_AT_DEAD_S:
+        yield "Request-seconds at dead replicas", digits(of.time_at_dead_s)
     if of.num_lost_stays:
         yield "Times a request lost its replica", f"{of.num_lost_stays:,}"
         yield "Requests tried again", f"{of.num_retried_requests:,}"
@@ -163,7 +169,8 @@ def _life_events(of: FleetStats) -> Iterator[tuple[float, str, str]]:
         if each.ready_s:
             yield each.ready_s, each.pool, f"{name} is ready, {seconds(each.ready_s - each.ordered_s)} after its order"
         if each.gone_s is not None and each.death == "crash":
-            yield each.gone_s, each.pool, f"{name} crashes with {plural(each.num_lost, 'request')} in it"
+            later = f"; {each.num_unheard:,} more are sent there" if each.num_unheard else ""
+            yield each.gone_s, each.pool, f"{name} crashes with {plural(each.num_lost, 'request')} in it{later}"
         elif each.gone_s is not None:
             yield each.gone_s, each.pool, f"{name} is gone, scaled down"
 
@@ -173,7 +180,10 @@ def fleet_sentences(of: FleetStats) -> Iterator[str]:
     if of.num_crashes:
         crashes = "One crash" if of.num_crashes == 1 else f"{of.num_crashes:,} crashes"
         text = f"{crashes} took {plural(of.num_lost_stays, 'request')} along"
-        if of.num_lost_stays:
+        if of.num_unheard_requests:
+            many = of.num_unheard_requests
+            text += f", and {many:,} {verb(many, 'was', 'were')} sent to a dead replica before the router noticed"
+        if of.num_lost_stays or of.num_unheard_stays:
             text += (
                 f": {plural(of.num_retried_requests, 'request')} {verb(of.num_retried_requests, 'was', 'were')} tried "
                 f"again, {of.num_lost_requests:,} lost for good"

@@ -81,5 +81,11 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
         "but did not grow without bound. Overloaded: more came than could be served, so latencies grow with the length "
         "of the run, and no objective on them counts as kept. Too short: the system was still filling up.",
     ),
-    ("Uncalibrated", "Step times come from a formula, not from measurements on this hardware."),
+    (
+        "Measured, composed, uncalibrated",
+        "What stands behind step times. Measured: a profile fitted to whole steps that were measured on this card with "
+        "this model. Composed, not measured: a profile fitted to steps that were put together from tables of kernels, "
+        "or carried over from another card or model. Uncalibrated: a formula over datasheet peaks, or a number that "
+        "was given.",
+    ),
 )

@@ -25,7 +25,6 @@ from windtunnel.reports.economics import (
     victim_cells,
 )
 from windtunnel.reports.figures import Axis, Figure, figures, time_axis
-from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.fleet import (
     event_table,
     fleet_figures,
@@ -42,19 +41,18 @@ from windtunnel.reports.page import (
     code,
     figure,
     folded_table,
-    footer,
     glossary,
     header,
     how_it_was_run,
     navigation,
-    page_end,
-    page_head,
     section,
+    simulated_with,
     table,
     warning_box,
+    write_page,
 )
 from windtunnel.reports.tenants import tenant_heads, tenant_rows, tenant_sentences, tenants_figure
-from windtunnel.reports.text import measured, render_text
+from windtunnel.reports.text import measured_value, render_text
 from windtunnel.reports.transfers import transfer_rows, transfer_sentences
 from windtunnel.reports.words import NOTHING, count, milliseconds, nanoseconds, percent
 from windtunnel.sim.metrics import LatencyStats, Summary
@@ -88,22 +86,28 @@ def write_html(path: str | Path, records: Records, summary: Summary, context: Re
 
     The same run gives the same bytes.  Raises OSError if the file cannot be written; then none is left behind.
     """
-    with atomic_writer(path) as file:
-        for part in _page(records, summary, context):
-            file.write(part)
-            file.write("\n")
+    drawn = _drawn(records, summary, context)
+    write_page(
+        path,
+        context.title,
+        _body(records, summary, context, drawn),
+        skip_to="load",
+        head=header(context),
+        foot=simulated_with(context.version),
+        drawn=drawn,
+    )
 
 
-def _page(records: Records, summary: Summary, context: ReportContext) -> Iterator[str]:
+def _drawn(records: Records, summary: Summary, context: ReportContext) -> list[Figure]:
     drawn = figures(records, summary)
     if summary.economics.preemption is not None:
         drawn.append(stall_figure(records))
     if summary.tenants is not None and context.tenant is not None:
         drawn.append(tenants_figure(records, context.tenants, context.tenant))
-    drawn += fleet_figures(records)
-    yield from page_head(context.title, skip_to="load")
-    yield from header(context)
-    yield "<main>"
+    return [*drawn, *fleet_figures(records)]
+
+
+def _body(records: Records, summary: Summary, context: ReportContext, drawn: list[Figure]) -> Iterator[str]:
     yield from _answer(records, summary, context)
     yield from _navigation(summary)
     yield from _load(drawn)
@@ -117,9 +121,6 @@ def _page(records: Records, summary: Summary, context: ReportContext) -> Iterato
     yield from _how(context)
     yield from _numbers(summary, context)
     yield from glossary()
-    yield "</main>"
-    yield from footer(context.version)
-    yield from page_end(drawn)
 
 
 # --- first screen
@@ -182,15 +183,18 @@ def _high(stats: LatencyStats) -> str:
 def _objectives(summary: Summary) -> Iterator[str]:
     if not summary.slo:
         return
+    has_notes = any(result.note for result in summary.slo)
     rows = [
         (
             code(result.slo.text),
-            cell(measured(result), "number"),
+            cell(measured_value(result), "number"),
             cell_html(badge("good", "✓ kept") if result.passed else badge("bad", "✗ missed")),
+            *([cell(result.note, "words")] if has_notes else []),
         )
         for result in summary.slo
     ]
-    yield from table(("Objective", "Measured", "Result"), rows, "stack snug")
+    heads = ("Objective", "Measured", "Result", *(("Note",) if has_notes else ()))
+    yield from table(heads, rows, "stack snug")
 
 
 def _navigation(summary: Summary) -> Iterator[str]:

@@ -189,31 +189,58 @@ def _figure(
 ) -> Figure:
     is_numeric = all(_is_number(point[axis]) for _, points in curves for point in points)
     data: list[Trace] = []
+    heights = [[_height(point, key, scale) for point in points] for _, points in curves]
     for place, (label, points) in enumerate(curves):
         colour = COLOURS[place % len(COLOURS)]
+        num_over = sum(other == heights[place] for other in heights[place + 1 :])  # those that would hide this one
+        line = {"color": colour, "width": 2 + 3 * num_over, "dash": LINES[place // len(COLOURS) % len(LINES)]}
+        mode = "lines+markers" if is_numeric else "markers"
         xs = [point[axis] if is_numeric else plain(point[axis]) for point in points]
         if banded and len(curves) <= len(COLOURS) and len(points) > 1 and is_numeric:
             data.append(_band(xs, points, colour))
         data.append(
             {
                 "type": "scatter",
-                "mode": "lines+markers" if is_numeric else "markers",
+                "mode": mode,
                 "name": label or title,
-                "showlegend": bool(label),
+                "showlegend": False,
+                "legendgroup": label,
                 "x": xs,
-                "y": [_height(point, key, scale) for point in points],
-                "line": {"color": colour, "width": 2, "dash": LINES[place // len(COLOURS) % len(LINES)]},
-                "marker": {"symbol": [SYMBOLS[point["verdict"]] for point in points], "size": 9, "color": colour},
+                "y": heights[place],
+                "line": line,
+                "marker": {
+                    "symbol": [SYMBOLS[point["verdict"]] for point in points],
+                    "size": 9 + 5 * num_over,
+                    "color": colour,
+                },
                 "customdata": [f"{VERDICT_WORDS[point['verdict']]}, {_told(point)}" for point in points],
                 "hovertemplate": f"{axis} %{{x}}: %{{y:,.6~g}} {unit}<br>%{{customdata}}<extra>{label}</extra>",
             }
         )
+        if label:
+            data.append(_legend_entry(label, mode, line, colour))
     caption = _CAPTIONS[key]
     if banded:
         caption += " Filled points are ok, open diamonds unsafe, crosses do not start."
     y: dict[str, Any] = {"title": unit, "rangemode": "tozero"}
     layout = {"xaxis": {"title": axis, **({} if is_numeric else {"type": "category"})}, "yaxis": y}
     return Figure(name, title, caption, data, layout, half=not banded, tall=banded)
+
+
+def _legend_entry(label: str, mode: str, line: Mapping[str, Any], colour: str) -> Trace:
+    """A curve without points: plotly would draw the symbol of a curve's first point, which may be a cross."""
+    return {
+        "type": "scatter",
+        "mode": mode,
+        "name": label,
+        "legendgroup": label,
+        "showlegend": True,
+        "hoverinfo": "skip",
+        "x": [None],
+        "y": [None],
+        "line": {**line, "width": 2},
+        "marker": {"symbol": SYMBOLS[OK], "size": 9, "color": colour},
+    }
 
 
 _CAPTIONS = {

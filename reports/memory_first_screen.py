@@ -89,7 +89,7 @@ def sweep_cards(axes: Sequence[str], points: Sequence[Mapping[str, Any]], curren
     if ok:
         largest = max(ok, key=lambda point: point["kv_cache_tokens"])
         yield Card("Most KV tokens", f"{largest['kv_cache_tokens']:,}", point_words(axes, largest))
-        least = min(ok, key=lambda point: (_price(point), -point["kv_cache_tokens"]))
+        least = cheapest(ok)
         gpus = plural(least["num_gpus"], "GPU")
         if least.get("cost_per_hour") is not None:
             hourly = Cost(least["cost_per_hour"], currency)
@@ -107,7 +107,13 @@ def hourly(point: Mapping[str, Any], currency: str) -> str:
     return NOTHING if cost is None else Cost(cost, currency).words()
 
 
-def _price(point: Mapping[str, Any]) -> float:
+def cheapest(points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The plan that costs least, of those that cost the same the one with the largest KV cache."""
+    return min(points, key=lambda point: (price(point), -point["kv_cache_tokens"]))
+
+
+def price(point: Mapping[str, Any]) -> float:
+    """What a plan costs in an hour; its GPUs where no price was given."""
     cost = point.get("cost_per_hour")
     return float(point["num_gpus"]) if cost is None else float(cost)
 

@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from windtunnel.reports.figures import Figure
-from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.memory_figures import MOST_CURVES, num_curves, sweep_figures, waterfall
-from windtunnel.reports.memory_first_screen import Cost, headline, hourly, plan_cards, sweep_cards
+from windtunnel.reports.memory_first_screen import (
+    Cost,
+    cheapest,
+    headline,
+    hourly,
+    plan_cards,
+    point_words,
+    price,
+    sweep_cards,
+)
 from windtunnel.reports.memory_text import (
     VERDICT_WORDS,
     MemoryRow,
@@ -34,11 +42,11 @@ from windtunnel.reports.page import (
     cell_html,
     code,
     figure,
+    masthead,
     navigation,
-    page_end,
-    page_head,
     section,
     table,
+    write_page,
 )
 from windtunnel.reports.values import plain
 from windtunnel.reports.words import plural
@@ -54,7 +62,16 @@ def write_plan_html(
 
     ``cost`` is that of its GPUs, where a price was given, ``command`` the line that makes the plan again.
     """
-    _write(path, _plan_page(row, version, cost, command))
+    drawn = waterfall(row.plan)
+    write_page(
+        path,
+        row.title,
+        _plan_body(row, version, cost, command, drawn),
+        skip_to="memory",
+        head=masthead(row.title, "memory plan"),
+        foot=_planned_with(version),
+        drawn=[drawn],
+    )
 
 
 def write_sweep_html(
@@ -74,24 +91,27 @@ def write_sweep_html(
     ``currency`` is that of the points' ``cost_per_hour``, where a price was given, ``command`` the line that makes the
     sweep again.  Raises OSError if it cannot be written.
     """
-    _write(path, _sweep_page(axes, points, best, notes, warnings, version, currency, command))
+    drawn, falls = sweep_figures(axes, points), [waterfall(best.plan)] if best is not None else []
+    title = sweep_title(axes, best)
+    write_page(
+        path,
+        title,
+        _sweep_body(axes, points, best, notes, warnings, version, currency, command, drawn, falls),
+        skip_to="sweep",
+        head=masthead(title, escape(f"memory plans over {', '.join(axes)}")),
+        foot=_planned_with(version),
+        drawn=[*drawn, *falls],
+    )
 
 
-def _write(path: str | Path, parts: Iterator[str]) -> None:
-    with atomic_writer(path) as file:
-        for part in parts:
-            file.write(part)
-            file.write("\n")
+def _planned_with(version: str) -> str:
+    return f"Planned with windtunnel {version}."
 
 
 # --- one plan
 
 
-def _plan_page(row: MemoryRow, version: str, cost: Cost | None, command: str) -> Iterator[str]:
-    drawn = [waterfall(row.plan)]
-    yield from page_head(row.title, skip_to="memory")
-    yield from _header(row.title, "memory plan")
-    yield "<main>"
+def _plan_body(row: MemoryRow, version: str, cost: Cost | None, command: str, drawn: Figure) -> Iterator[str]:
     verdict = row.judged.verdict
     judgement = row.judged.judgement
     sentences = [text for text in (judgement.error, judgement.why) if text]
@@ -103,26 +123,12 @@ def _plan_page(row: MemoryRow, version: str, cost: Cost | None, command: str) ->
     sections += [("remedies", "What would help")] if row.judged.remedies else []
     sections += [("real", "Beside the real start-up")] if row.comparison else []
     yield from navigation([*sections, ("how", "How it comes about")])
-    yield from _memory(row, drawn[0])
+    yield from _memory(row, drawn)
     yield from _pool(row)
     yield from _remedies(row)
     yield from _command(row)
     yield from _comparison(row)
     yield from _how(row, version, command)
-    yield "</main>"
-    yield from _footer(version)
-    yield from page_end(drawn)
-
-
-def _header(title: str, what: str) -> Iterator[str]:
-    yield f'<header>\n<h1>{escape(title)}</h1>\n<p class="what">{escape(what)}</p>\n</header>'
-
-
-def _footer(version: str) -> Iterator[str]:
-    yield (
-        f"<footer><p>Planned with windtunnel {escape(version)}. Figures by plotly.js (MIT licence), included in this "
-        "file.</p></footer>"
-    )
 
 
 def _notes(notes: Sequence[str]) -> Iterator[str]:
@@ -204,7 +210,7 @@ def _again(version: str, command: str) -> Iterator[str]:
 # --- a sweep
 
 
-def _sweep_page(
+def _sweep_body(
     axes: Sequence[str],
     points: Sequence[Mapping[str, Any]],
     best: MemoryRow | None,
@@ -213,13 +219,9 @@ def _sweep_page(
     version: str,
     currency: str,
     command: str,
+    drawn: Sequence[Figure],
+    falls: Sequence[Figure],
 ) -> Iterator[str]:
-    drawn = sweep_figures(axes, points)
-    title = sweep_title(axes, best)
-    falls = [waterfall(best.plan)] if best is not None else []
-    yield from page_head(title, skip_to="sweep")
-    yield from _header(title, f"memory plans over {', '.join(axes)}")
-    yield "<main>"
     answer, sentences, tone = _sweep_answer(axes, points)
     yield from answer_box(answer, [*sentences, *warnings], "note" if warnings and tone == "good" else tone)
     yield cards((card.name, card.value, card.more) for card in sweep_cards(axes, points, currency))
@@ -240,9 +242,6 @@ def _sweep_page(
         yield f'<p class="lead">At {escape(told)}: the largest KV cache that is {word}.</p>'
         yield f"{figure(falls[0])}\n</section>"
     yield from _again(version, command)
-    yield "</main>"
-    yield from _footer(version)
-    yield from page_end([*drawn, *falls])
 
 
 def sweep_title(axes: Sequence[str], best: MemoryRow | None) -> str:
@@ -266,10 +265,19 @@ def _sweep_answer(axes: Sequence[str], points: Sequence[Mapping[str, Any]]) -> t
     chosen = ok or unsafe
     if not chosen:
         return "None of these starts.", [sentence], "bad"
-    best = max(chosen, key=lambda point: point["kv_cache_tokens"])
-    told = ", ".join(f"{axis} {plain(best[axis])}" for axis in axes)
-    headline = f"Up to {best['kv_cache_tokens']:,} KV tokens."
-    return headline, [f"With {told}, on {plural(best['num_gpus'], 'GPU')}.", sentence], "good" if ok else "note"
+    largest = max(chosen, key=lambda point: point["kv_cache_tokens"])
+    least = cheapest(chosen)
+    settings = ", ".join(f"{axis} {plain(largest[axis])}" for axis in axes)
+    told = f"With {settings}, on {plural(largest['num_gpus'], 'GPU')}"
+    headline = f"Up to {largest['kv_cache_tokens']:,} KV tokens."
+    if price(least) < price(largest):
+        told = f"The largest has {largest['kv_cache_tokens']:,} KV tokens: {told[0].lower()}{told[1:]}"
+        how = "with the fewest GPUs" if least.get("cost_per_hour") is None else "at the lowest cost"
+        headline = (
+            f"{point_words(axes, least)} {'fits' if ok else 'starts'} {how}: {plural(least['num_gpus'], 'GPU')}, "
+            f"{least['kv_cache_tokens']:,} KV tokens."
+        )
+    return headline, [f"{told}.", sentence], "good" if ok else "note"
 
 
 def _points(axes: Sequence[str], points: Sequence[Mapping[str, Any]], currency: str) -> Iterator[str]:

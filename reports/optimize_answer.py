@@ -97,7 +97,17 @@ def _headline(found: Optimized) -> tuple[str, str]:
     if _is_unproven(found):
         runs = plural(len(winner.runs), "run" if found.is_fixed else "fresh run")
         return f"Set {settings_words(found, winner)}; {runs} do not show its gain beyond noise (--reps).", "note"
-    return f"Set {settings_words(found, winner)}.", "good"
+    return f"Set {settings_words(found, winner)}.", "note" if _is_thin(found, winner) else "good"
+
+
+def _is_thin(found: Optimized, winner: SweptPoint) -> bool:
+    """Whether the head-room is not shown to be there, or is less than what step times may be off by."""
+    headroom = winner.interval("headroom")
+    if headroom is None or not found.objectives:
+        return False
+    error = winner.mean("step_time_error_p90_percent") or 0.0
+    is_chance = isfinite(headroom.half_width) and headroom.low <= 0
+    return is_chance or 100 * headroom.mean < error
 
 
 def _why_not(found: Optimized) -> str:
@@ -328,7 +338,7 @@ def _what_binds(found: Optimized, winner: SweptPoint) -> Iterator[str]:
 def _error_of_steps(found: Optimized, winner: SweptPoint) -> Iterator[str]:
     """How far off step times may be, beside the head-room, which should be more than that."""
     if not found.context.calibrated:
-        yield "Step times are not calibrated: their error is not known, and not in the intervals."
+        yield "Step times are uncalibrated: their error is not known, and not in the intervals."
         return
     error, headroom = winner.mean("step_time_error_p90_percent"), winner.mean("headroom")
     if error is None:
@@ -336,6 +346,8 @@ def _error_of_steps(found: Optimized, winner: SweptPoint) -> Iterator[str]:
     told = f"Step times of the profile may be off, nine of ten by up to {percent(error / 100)}"
     if headroom is None or not found.objectives:
         yield f"{told}; that is not in the intervals."
+    elif percent(error / 100) == say_value("headroom", headroom):
+        yield f"{told}: about as much as the head-room, so measure before you rely on it."
     elif 100 * headroom < error:
         yield f"{told}: more than the head-room of {say_value('headroom', headroom)}, so measure before you rely on it."
     else:

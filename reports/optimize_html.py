@@ -8,7 +8,6 @@ from math import inf
 from pathlib import Path
 
 from windtunnel.reports.figures import Figure
-from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.optimize_answer import (
     OptimizeAnswer,
     answer,
@@ -29,17 +28,16 @@ from windtunnel.reports.page import (
     cell_html,
     code,
     figure,
-    footer,
     glossary,
     header,
     how_it_was_run,
     navigation,
-    page_end,
-    page_head,
     section,
+    simulated_with,
     table_head,
     table_row,
     warning_box,
+    write_page,
 )
 from windtunnel.reports.page import table as plain_table
 from windtunnel.reports.values import plain
@@ -57,17 +55,21 @@ def write_html(path: str | Path, found: Optimized) -> None:
 
     The same runs give the same bytes.  Raises OSError if the file cannot be written; then none is left behind.
     """
-    with atomic_writer(path) as file:
-        for part in _page(found):
-            file.write(part)
-            file.write("\n")
+    drawn, shared = optimize_figures(found), found.context
+    write_page(
+        path,
+        f"{shared.title}: {found.target.words}",
+        _body(found, drawn),
+        skip_to="curves",
+        head=header(shared),
+        foot=simulated_with(shared.version),
+        drawn=drawn,
+        styles=STYLES,
+    )
 
 
-def _page(found: Optimized) -> Iterator[str]:
-    drawn, said, shared = optimize_figures(found), answer(found), found.context
-    yield from page_head(f"{shared.title}: {found.target.words}", skip_to="curves", styles=STYLES)
-    yield from header(shared)
-    yield "<main>"
+def _body(found: Optimized, drawn: Sequence[Figure]) -> Iterator[str]:
+    said, shared = answer(found), found.context
     yield from answer_box(said.headline, [*said.gains, *said.costs[:1], *said.risks[:3]], said.tone)
     yield _cards(found)
     yield from _command(found)
@@ -80,9 +82,6 @@ def _page(found: Optimized) -> Iterator[str]:
     yield from _infeasible(found)
     yield from _how(found, said)
     yield from glossary()
-    yield "</main>"
-    yield from footer(shared.version)
-    yield from page_end(drawn)
 
 
 def _sections(found: Optimized, drawn: Sequence[Figure]) -> Iterator[tuple[str, str]]:
@@ -110,11 +109,13 @@ def _cards(found: Optimized) -> str:
         words = found.target.words if is_target else words_of(key)
 
         def say(value: float | None, key: str = key, is_target: bool = is_target) -> str:
+            if key == "cost_per_hour" and value is not None:
+                return f"{value:,.2f} {found.currency}".rstrip()
             return found.target.say(value) if is_target else say_value(key, value)
 
         interval = winner.interval(key)
         half = interval.half_width if interval is not None else 0.0
-        more = [f"± {say(half)}"] if 0 < half < inf else []
+        more = [f"± {say(half)}"] if 1e-9 * abs(mean) < half < inf else []
         if start is not None and start.mean(key) is not None:
             more.append(f"{say(start.mean(key))} before")
         value, _, unit = say(mean).partition(" ")
@@ -252,6 +253,8 @@ METHODS = (
     "Deployments that differ by less than 1 %, or by less than 5 % and not beyond noise, are level. Of these what "
     "counts is, in this order: lowest cost, most head-room (in steps of 3 % of the limit), fewest settings that are "
     "not vLLM's default, most memory left. Settings that then buy nothing are set back to vLLM's default.",
+    "At capacity each deployment is first run at the rate that it needs to be the best. One that misses an objective "
+    "there has an upper bound in place of a number, and is searched no further.",
     "The best of many noisy trials looks better than it is. So the answer is run again with seeds that the search has "
     "not seen, and so are the scenario's own settings; the numbers stated are those.",
 )

@@ -85,7 +85,12 @@ def to_dict(found: Optimized) -> dict[str, Any]:
         "stop": found.stop,
         "num_simulations": {"search": found.num_search, "after": found.num_after, "grid": found.num_grid},
         "num_combinations": found.num_combinations,
-        "cost_model": {"name": shared.cost_model, "calibrated": shared.calibrated, "says": [*shared.calibrated_by]},
+        "cost_model": {
+            "name": shared.cost_model,
+            "calibrated": shared.calibrated,
+            "evidence": shared.evidence,
+            "says": [*shared.calibrated_by],
+        },
         "warnings": list(shared.warnings),
         "trials": list(trial_rows(found)),
     }

@@ -1,59 +1,14 @@
 "use strict";
-(function () {
+// A report's figures: each is drawn when it comes near the screen, all of them for printing.
+(() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  const narrow = window.matchMedia("(max-width: 700px)");
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const touch = window.matchMedia("(pointer: coarse)");
+  const paint = painter("(max-width: 700px)");
   const drawn = new Set();
 
-  // "@blue/20" in the data is the theme's blue at 20 % opacity
-  function colour(name) {
-    const [key, opacity] = name.slice(1).split("/");
-    const hex = getComputedStyle(document.documentElement).getPropertyValue("--" + key).trim();
-    if (!opacity) return hex;
-    const part = (at) => parseInt(hex.slice(at, at + 2), 16);
-    return `rgba(${part(1)},${part(3)},${part(5)},${opacity / 100})`;
-  }
-  function painted(value) {
-    if (typeof value === "string") return /^@[a-z]+(\/\d+)?$/.test(value) ? colour(value) : value;
-    if (Array.isArray(value)) return typeof value[0] === "number" ? value : value.map(painted);
-    if (value && typeof value === "object") {
-      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, painted(inner)]));
-    }
-    return value;
-  }
-  function axis(given) {
-    const own = Object.assign({}, given);
-    const title = own.title;
-    delete own.title;
-    const base = {
-      gridcolor: "@grid", linecolor: "@rule", zeroline: false, ticks: "outside", tickcolor: "@rule", ticklen: 4,
-      automargin: true, fixedrange: touch.matches, exponentformat: "none", separatethousands: true,
-    };
-    return Object.assign(base, title ? { title: { text: title, standoff: 8, font: { size: 13 } } } : {}, own);
-  }
-  function layout(figure) {
-    const given = figure.layout;
-    const size = narrow.matches ? 12 : 13;
-    const axes = Object.keys(given).filter((key) => /^[xy]axis/.test(key));
-    return painted(Object.assign({}, given, Object.fromEntries(axes.map((key) => [key, axis(given[key])])), {
-      font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", size: size, color: "@text" },
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: narrow.matches ? 44 : 60, r: narrow.matches ? 8 : 14, t: 8, b: 46 },
-      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: size } },
-      hoverlabel: { bgcolor: "@panel", bordercolor: "@rule", font: { color: "@text" } },
-      dragmode: touch.matches ? false : "zoom", autosize: true, separators: ".,",
-    }));
-  }
   function draw(figure) {
-    const place = document.getElementById("plot-" + figure.name);
-    drawn.add(figure.name);
-    return Plotly.react(place, painted(figure.data), layout(figure), {
-      responsive: true, displaylogo: false, displayModeBar: false,
-    });
+    drawn.add(figure);
+    paint.draw(document.getElementById("plot-" + figure.name), figure);
   }
-  function drawAll() { figures.forEach(draw); }
-  function redraw() { figures.filter((figure) => drawn.has(figure.name)).forEach(draw); }
 
   const watcher = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -63,7 +18,6 @@
     }
   }, { rootMargin: "600px" });
   figures.forEach((figure) => watcher.observe(document.getElementById("plot-" + figure.name)));
-  dark.addEventListener("change", redraw);
-  narrow.addEventListener("change", redraw);
-  window.addEventListener("beforeprint", drawAll);
+  paint.onNewLook(() => drawn.forEach(draw));
+  window.addEventListener("beforeprint", () => figures.forEach(draw));
 })();

@@ -6,14 +6,17 @@ import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from windtunnel.reports.context import ReportContext
 from windtunnel.reports.figures import Figure
+from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.glossary import GLOSSARY
 from windtunnel.reports.values import facts_of, plain, rows_of
 from windtunnel.reports.words import plural
+from windtunnel.sim.cost.evidence import in_words
 
 NO_NETWORK = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 """Content security policy: the page cannot load anything, wherever it is opened."""
@@ -21,8 +24,41 @@ NO_NETWORK = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-
 # --- the page
 
 
-def page_head(title: str, *, skip_to: str, styles: Sequence[str] = ("page.css",)) -> Iterator[str]:
-    """Everything up to the body's first element; ``skip_to`` is the section that a keyboard user may jump to."""
+def write_page(
+    path: str | Path,
+    title: str,
+    body: Iterable[str],
+    *,
+    skip_to: str,
+    head: Iterable[str],
+    foot: str,
+    drawn: Sequence[Figure] = (),
+    styles: Sequence[str] = ("page.css",),
+) -> None:
+    """Write a page: one file that needs no network; plotly.js is most of it, where there are figures.
+
+    ``title`` is that of the window, ``skip_to`` the section that a keyboard user may jump to, ``head`` what stands
+    above the main part, ``foot`` a sentence on where the page comes from, and ``drawn`` are the figures whose places
+    ``body`` has.  The same parts give the same bytes.  Raises OSError if it cannot be written; then none is left
+    behind.
+    """
+    parts = chain(
+        _page_head(title, skip_to, styles),
+        head,
+        ("<main>",),
+        body,
+        ("</main>",),
+        _footer(foot, drawn),
+        _page_end(drawn),
+    )
+    with atomic_writer(path) as file:
+        for part in parts:
+            file.write(part)
+            file.write("\n")
+
+
+def _page_head(title: str, skip_to: str, styles: Sequence[str]) -> Iterator[str]:
+    """Everything up to the body's first element."""
     yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
     yield f'<meta http-equiv="Content-Security-Policy" content="{NO_NETWORK}">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -31,20 +67,31 @@ def page_head(title: str, *, skip_to: str, styles: Sequence[str] = ("page.css",)
     yield f'<a class="skip" href="#{skip_to}">Skip to the figures</a>'
 
 
-def page_end(drawn: Sequence[Figure]) -> Iterator[str]:
+def _footer(foot: str, drawn: Sequence[Figure]) -> Iterator[str]:
+    figures = " Figures by plotly.js (MIT licence), included in this file." if drawn else ""
+    yield f"<footer><p>{escape(foot)}{figures}</p></footer>"
+
+
+def _page_end(drawn: Sequence[Figure]) -> Iterator[str]:
     """The data of the figures, plotly.js and what draws them."""
-    yield f'<script type="application/json" id="figures">{_json([figure.for_page() for figure in drawn])}</script>'
-    yield f"<script>{_script(_plotly())}</script>"
-    yield f"<script>\n{_script(_asset('page.js'))}</script>\n</body>\n</html>"
+    if drawn:
+        yield f'<script type="application/json" id="figures">{_json([figure.for_page() for figure in drawn])}</script>'
+        yield f"<script>{_script(_plotly())}</script>"
+        yield f"<script>\n{_script(_asset('plot.js') + _asset('page.js'))}</script>"
+    yield "</body>\n</html>"
+
+
+def masthead(title: str, what: str) -> Iterator[str]:
+    """The page's title, and below it a line of markup on what it is about."""
+    yield f'<header>\n<h1>{escape(title)}</h1>\n<p class="what">{what}</p>\n</header>'
 
 
 def header(context: ReportContext) -> Iterator[str]:
-    """What was simulated, and whether its step times are calibrated."""
-    yield f"<header>\n<h1>{escape(context.title)}</h1>"
+    """What was simulated, and what stands behind its step times."""
     where = " on ".join(part for part in (context.model, context.gpu) if part)
     facts = [where, context.engine, f"cost model {context.cost_model}" if context.cost_model else ""]
-    calibration = badge("good" if context.calibrated else "note", context.calibration)
-    yield f'<p class="what">{" · ".join(escape(fact) for fact in facts if fact)} {calibration}</p>\n</header>'
+    shown = " · ".join(escape(fact) for fact in facts if fact)
+    yield from masthead(context.title, f"{shown} {evidence_badge(context.evidence)}")
 
 
 def answer_box(headline: str, sentences: Iterable[str], tone: str) -> Iterator[str]:
@@ -78,10 +125,15 @@ def cards(items: Iterable[tuple[str, str, str]]) -> str:
 
 
 def calibration_box(context: ReportContext) -> Iterator[str]:
-    """Where calibrated step times come from and how far off they are."""
-    said = context.calibrated_by
+    """Where step times of profiles come from and how far off they are."""
+    yield from stated_box(context.calibrated_by, context.evidence)
+
+
+def stated_box(sentences: Iterable[str], evidence: str) -> Iterator[str]:
+    """What step times rest on, with an edge in the colour of their evidence; nothing for no sentences."""
+    said = "".join(f"<p>{escape(text)}</p>" for text in sentences)
     if said:
-        yield f'<div class="stated" role="note">{"".join(f"<p>{escape(text)}</p>" for text in said)}</div>'
+        yield f'<div class="stated {evidence}" role="note">{said}</div>'
 
 
 def navigation(sections: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -121,13 +173,14 @@ def glossary() -> Iterator[str]:
     yield f"<dl>{entries}</dl>\n</section>"
 
 
-def footer(version: str) -> Iterator[str]:
-    """Where it comes from."""
-    made = f"windtunnel {version}" if version else "windtunnel"
-    yield (
-        f"<footer><p>Simulated with {escape(made)}; nothing here was measured on a GPU. "
-        "Figures by plotly.js (MIT licence), included in this file.</p></footer>"
-    )
+def simulated_with(version: str) -> str:
+    """Where a page comes from whose numbers are simulated."""
+    return f"Simulated with {made_by(version)}; nothing here was measured on a GPU."
+
+
+def made_by(version: str) -> str:
+    """This program, with its version if that is known."""
+    return f"windtunnel {version}" if version else "windtunnel"
 
 
 # --- pieces
@@ -143,9 +196,19 @@ def figure(drawn: Figure) -> str:
     )
 
 
+def lead(text: str) -> str:
+    """A paragraph that says what follows."""
+    return f'<p class="lead">{escape(text)}</p>'
+
+
 def badge(tone: str, text: str) -> str:
-    """A word on coloured ground: good, note or bad."""
+    """A word on coloured ground: good, note or bad; see ``evidence_badge`` for that of step times."""
     return f'<span class="badge {tone}">{escape(text)}</span>'
+
+
+def evidence_badge(evidence: str) -> str:
+    """What stands behind step times: the word, its own colour, and a disc that is full, half full or empty."""
+    return badge(evidence, in_words(evidence))
 
 
 def section(name: str, title: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windtunnel.reports.figures import Figure, Trace
-from windtunnel.reports.plan_words import Told, measured, money, size_of
+from windtunnel.reports.plan_words import Told, growth_rate, measured, money, size_of
 from windtunnel.reports.words import count, digits
 
 COLOURS = ("@blue", "@orange", "@green", "@purple", "@vermillion", "@sky", "@grey")
@@ -379,7 +379,7 @@ def load_figure(told: Told) -> Figure:
 
 def growth_figure(told: Told) -> Figure:
     """What the load, and with it the cost, grow to."""
-    rows = told["growth"]["rows"]
+    rows = [row for row in told["growth"]["rows"] if row["num_replicas"] is not None]
     months = [row["month"] for row in rows]
     data: list[Trace] = [
         {
@@ -399,5 +399,5 @@ def growth_figure(told: Told) -> Figure:
         "xaxis": {"title": "month", "dtick": 1 if len(months) < 16 else 6},
         "yaxis": {"title": cost_axis(told), "rangemode": "tozero"},
     }
-    caption = f"Load growing by {100 * told['growth']['per_month']:.2g} % a month; replicas follow in whole numbers."
+    caption = f"Load growing by {growth_rate(told)} a month; replicas follow in whole numbers."
     return Figure("growth", "Growth", caption, data, layout, half=True)

@@ -8,22 +8,22 @@ from pathlib import Path
 
 from windtunnel.reports import plan_words as words
 from windtunnel.reports.figures import Figure
-from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.page import (
     answer_box,
-    badge,
     cards,
     cell,
     code,
+    evidence_badge,
     figure,
     folded_table,
-    footer,
     glossary,
+    masthead,
     navigation,
-    page_end,
-    page_head,
     section,
+    simulated_with,
+    stated_box,
     table,
+    write_page,
 )
 from windtunnel.reports.plan_figures import plan_figures
 from windtunnel.reports.plan_words import Told
@@ -36,19 +36,21 @@ STYLES = ("page.css", "plan.css")
 
 def write_plan_html(path: str | Path, told: Told) -> None:
     """Write the report; the same plan gives the same bytes.  Raises OSError if it cannot be written."""
-    with atomic_writer(path) as file:
-        for part in _page(told):
-            file.write(part)
-            file.write("\n")
-
-
-def _page(told: Told) -> Iterator[str]:
     drawn = plan_figures(told)
-    by_name = {each.name: each for each in drawn}
+    write_page(
+        path,
+        f"Plan for {words.title(told)}",
+        _body(told, {each.name: each for each in drawn}),
+        skip_to="choice",
+        head=_header(told),
+        foot=simulated_with(told["windtunnel_version"]),
+        drawn=drawn,
+        styles=STYLES,
+    )
+
+
+def _body(told: Told, by_name: dict[str, Figure]) -> Iterator[str]:
     best = told["recommended"]
-    yield from page_head(f"Plan for {words.title(told)}", skip_to="choice", styles=STYLES)
-    yield from _header(told)
-    yield "<main>"
     yield from answer_box(words.headline(told), words.first_sentences(told), words.tone(told))
     if best is not None:
         yield from _cards(told)
@@ -66,19 +68,15 @@ def _page(told: Told) -> Iterator[str]:
     yield from _pruned(told)
     yield from _how(told)
     yield from glossary()
-    yield "</main>"
-    yield from footer(told["windtunnel_version"])
-    yield from page_end(drawn)
 
 
 def _header(told: Told) -> Iterator[str]:
     best = told["recommended"]
     asked = ", ".join(told["asked"]["objectives"])
-    yield f"<header>\n<h1>Plan for {escape(words.title(told))}</h1>"
     mark = ""
     if best is not None:
-        mark = badge("good", "calibrated") if best["calibrated"] else badge("note", "uncalibrated")
-    yield f'<p class="what">{escape(asked)} · {escape(told["asked"]["engine"])} {mark}</p>\n</header>'
+        mark = evidence_badge(best["evidence"])
+    yield from masthead(f"Plan for {words.title(told)}", f"{escape(asked)} · {escape(told['asked']['engine'])} {mark}")
 
 
 def _sections(told: Told) -> Iterator[tuple[str, str]]:
@@ -134,8 +132,8 @@ def _warnings(told: Told) -> Iterator[str]:
 
 def _stated(told: Told) -> Iterator[str]:
     best = told["recommended"]
-    if best is not None and best["statement"]:
-        yield f'<div class="stated" role="note">{"".join(f"<p>{escape(text)}</p>" for text in best["statement"])}</div>'
+    if best is not None:
+        yield from stated_box(best["statement"], best["evidence"])
 
 
 def _choice(told: Told, drawn: dict[str, Figure]) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from windtunnel.reports.words import NOTHING, count, digits, milliseconds, percent, plural
+from windtunnel.sim.cost.evidence import in_words
+from windtunnel.sim.metrics.slo import OPERATORS
 
 Told = Mapping[str, Any]
 GIB = 2**30
@@ -14,6 +16,7 @@ KINDS = {
     "unsafe": "unsafe start",
     "refused": "refused",
     "uncalibrated": "uncalibrated",
+    "too_long": "with requests too long",
     "too_slow_alone": "too slow alone",
     "too_many": "too many replicas",
     "dearer_by_bound": "dearer by bound",
@@ -92,21 +95,27 @@ def headline(told: Told) -> str:
         kinds = {each["kind"] for each in told["refused"]}
         return f"No deployment starts: {'nothing fits' if kinds & {'does_not_fit', 'unsafe'} else 'all are refused'}."
     if best is None:
-        return "No deployment keeps the objectives."
+        too_long = {each["kind"] for each in told["dropped"]} == {"too_long"}
+        return f"No deployment keeps the objectives{': too many requests are refused' if too_long else ''}."
     number = best["num_replicas"] + told["spare_replicas"]
     cost = (
         f": {money(best['cost_per_hour'], told)} an hour"
         if told["has_prices"]
         else f": {plural(best['num_gpus'], 'GPU')}"
     )
-    return f"{plural(number, 'replica')} of {best['label']}{cost}."
+    refused = f"; {percent(best['refused_share'])} of the requests are refused" if best["refused_share"] else ""
+    doubts = f", in doubt: {', '.join(best['doubts'])}" if best["doubts"] else ""
+    return f"{plural(number, 'replica')} of {best['label']}{cost}{refused}{doubts}."
 
 
 def tone(told: Told) -> str:
-    """good, note or bad."""
-    if told["recommended"] is None:
+    """good, note or bad: a warning, requests that are refused, or a replica whose failure the rest does not bear."""
+    best = told["recommended"]
+    if best is None:
         return "bad"
-    return "note" if told["warnings"] else "good"
+    down, crash = best["one_down"], best["crash"]
+    is_fragile = down is None or down["num_held"] < down["num_replications"] or crash is None or not crash["holds"]
+    return "note" if told["warnings"] or best["refused_share"] or is_fragile else "good"
 
 
 def first_sentences(told: Told) -> Iterator[str]:
@@ -131,6 +140,7 @@ def _why_nothing(told: Told) -> Iterator[str]:
             f"{each['text']} ({measured(each['measured'], each['unit'])})" for each in nearest["missed"]
         )
         yield f"Nearest is {nearest['label']}, which misses {missed}."
+    yield from dict.fromkeys(_sentence(each["reason"]) for each in told["dropped"] if each["kind"] == "too_long")
     reasons: dict[str, int] = {}
     for each in (*told["refused"], *told["dropped"]):
         if each.get("is_whole", True):
@@ -157,10 +167,9 @@ def _cost_sentence(told: Told, best: Told) -> Iterator[str]:
 
 def _holds_sentence(best: Told) -> str:
     rows = best["objectives_over_replications"]
-    if not rows:
-        return "The objectives held, but the fleet is so near to full that no latency is stated."
     shown = ", ".join(f"{row['text']}: {spread(row)}" for row in rows)
-    return f"All objectives held in {plural(rows[0]['num'], 'simulation')} of the whole fleet ({shown})."
+    refused = f", {percent(best['refused_share'])} of the requests refused" if best["refused_share"] else ""
+    return f"All objectives held in {plural(rows[0]['num'], 'simulation')} of the whole fleet ({shown}{refused})."
 
 
 def spread(row: Told) -> str:
@@ -180,7 +189,8 @@ def _room_sentence(told: Told, best: Told) -> str:
     worst, spare = best["worst"], told["spare_replicas"]
     it = f"Without {_the_spare(spare)} it" if spare else "It"
     nearest = f" (nearest now: {worst})" if worst and len(told["asked"]["objectives"]) > 1 else ""
-    text = f"{it} carries {interval(room)} times this load before it misses an objective{nearest}"
+    until = "before it cannot keep up" if best["is_full_first"] else f"before it misses an objective{nearest}"
+    text = f"{it} carries {interval(room)} times this load {until}"
     if not demand["peak_rates"]:
         return f"{text}."
     return (
@@ -191,7 +201,7 @@ def _room_sentence(told: Told, best: Told) -> str:
 
 def _window(demand: Told) -> str:
     seconds = demand["peak_window_s"]
-    return "minute" if seconds == 60 else f"{seconds:g} s"
+    return "minute" if seconds == 60 else f"{digits(seconds, 2)} s"
 
 
 def _failure_sentence(told: Told, best: Told) -> Iterator[str]:
@@ -210,11 +220,38 @@ def _failure_sentence(told: Told, best: Told) -> Iterator[str]:
     elif down["num_held"] == down["num_replications"]:
         yield f"With one replica down the objectives still hold.{redundant}"
     else:
-        missed = ", ".join(
-            f"{row['text']}: {spread(row)}" for row in down["objectives"] if row["text"] in down["missed"]
-        )
         held = f" (held in {down['num_held']} of {down['num_replications']})" if down["num_held"] else ""
-        yield f"If one replica fails, it misses {missed}{held}.{redundant}"
+        missed = [row for row in down["objectives"] if row["text"] in down["missed"]]
+        left = plural(down["num_replicas"], "replica")
+        yield f"If one replica fails, {_what_gives(missed, down, left)}{held}.{redundant}"
+
+
+def _what_gives(missed: Sequence[Told], case: Told, who: str) -> str:
+    """Why objectives are missed: those beyond their limits, and, where that is it, a load that is too much."""
+    beyond = ", ".join(f"{row['text']}: {_value(row)}" for row in missed if not _is_within(row))
+    if case["overloaded"]:
+        return f"{who} cannot keep up{_at_rho(case)}{f': {beyond}' if beyond else ''}"
+    others = "; ".join(dict.fromkeys(row["note"] for row in missed if _is_within(row) and row["note"]))
+    told = beyond or ", ".join(row["text"] for row in missed)
+    return f"{who} {'misses' if who.startswith('1 ') else 'miss'} {told}{f' ({others})' if others else ''}"
+
+
+def _at_rho(case: Told) -> str:
+    """The load over what they can do at most, where that is known."""
+    return "" if case["rho"] is None else f" (rho {percent(case['rho'])})"
+
+
+def _value(row: Told) -> str:
+    return spread(row) if "low" in row else measured(row["measured"], row["unit"])
+
+
+def _is_within(row: Told) -> bool:
+    """Whether the value alone, the worst over the replications, keeps the objective."""
+    is_floor = row["operator"] in (">", ">=")
+    value = row.get("low" if is_floor else "high", row["measured"])
+    if value is None:
+        return False
+    return bool(OPERATORS[row["operator"]](value, row["limit"]))
 
 
 def _equal_sentence(told: Told) -> Iterator[str]:
@@ -241,7 +278,7 @@ def _the_spare(number: int) -> str:
 
 
 def apart_sentence(told: Told) -> Iterator[str]:
-    """The cheapest without a calibrated profile, where they were tried."""
+    """The cheapest without a profile, where they were tried."""
     other, spare = told["uncalibrated_alternative"], told["spare_replicas"]
     if other is not None:
         yield (
@@ -317,7 +354,7 @@ def candidate_cells(told: Told, row: Told) -> list[str]:
     else:
         verdict = "whole fleet held" if row["is_verified"] else "estimate"
     return [
-        row["label"] + ("" if row["calibrated"] else ", uncalibrated"),
+        row["label"] + _evidence_beside(told, row),
         f"{row['max_num_seqs']:,}",
         f"{row['max_num_batched_tokens']:,}",
         f"{row['gpu_memory_utilization']:g}",
@@ -329,6 +366,12 @@ def candidate_cells(told: Told, row: Told) -> list[str]:
         row["binding"] or NOTHING,
         verdict,
     ]
+
+
+def _evidence_beside(told: Told, row: Told) -> str:
+    """What stands behind a candidate's step times, where it is not the same for all of them or is nothing."""
+    is_alike = all(each["evidence"] == row["evidence"] for each in told["candidates"])
+    return "" if is_alike and row["calibrated"] else f", {in_words(row['evidence'])}"
 
 
 def _fleet_cell(row: Told, spare: int) -> str:
@@ -405,12 +448,8 @@ def risk_rows(told: Told) -> list[tuple[str, str]]:
     down = best["one_down"]
     if down is not None:
         values = ", ".join(f"{row['text']}: {spread(row)}" for row in down["objectives"])
-        rows.append(
-            (
-                f"one replica down ({down['num_replicas']} left)",
-                f"held in {down['num_held']} of {plural(down['num_replications'], 'simulation')}; {values}",
-            )
-        )
+        held = f"held in {down['num_held']} of {plural(down['num_replications'], 'simulation')}"
+        rows.append((f"one replica down ({down['num_replicas']} left)", f"{held}{_too_much(down)}; {values}"))
     crash = best["crash"]
     if crash is not None:
         values = ", ".join(f"{row['text']}: {measured(row['measured'], row['unit'])}" for row in crash["objectives"])
@@ -418,7 +457,7 @@ def risk_rows(told: Told) -> list[tuple[str, str]]:
         rows.append(
             (
                 "one replica crashes in the busiest minute, for good",
-                f"{'still holds' if crash['holds'] else 'misses'} over the whole workload: {values}; {anew}",
+                f"{_kept(crash)}; over the whole workload {values}; {anew}",
             )
         )
     slower, spare = best["slower"], told["spare_replicas"]
@@ -436,14 +475,14 @@ def risk_rows(told: Told) -> list[tuple[str, str]]:
         rows.append(
             (
                 f"every step {slower['percent']:.1f} % longer (the profile's error, nine steps of ten){without}",
-                f"{'still holds' if slower['holds'] else 'misses'}: {values}{takes}",
+                f"{_kept(slower)}: {values}{takes}",
             )
         )
     for row in best["fewer"]:
         missed = [each for each in row["objectives"] if not each["passed"]]
-        if missed:
-            listed = ", ".join(f"{each['text']}: {measured(each['measured'], each['unit'])}" for each in missed)
-            rows.append((f"{plural(row['num_replicas'], 'replica')} in all", f"misses {listed}"))
+        if not row["holds"]:
+            case = f"{plural(row['num_replicas'], 'replica')} in all"
+            rows.append((case, _what_gives(missed, row, "they" if row["num_replicas"] > 1 else "it")))
     worst = (best["fleet"] or {}).get("worst_minute_ms") or {}
     if worst.get("ttft") is not None:
         rows.append(
@@ -453,6 +492,19 @@ def risk_rows(told: Told) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _kept(case: Told) -> str:
+    """What became of the objectives in a case, over which their values are told."""
+    if case["holds"]:
+        return "still holds"
+    return f"misses{_too_much(case)}" if any(not row["passed"] for row in case["objectives"]) else _too_much(case)[2:]
+
+
+def _too_much(case: Told) -> str:
+    if not case["overloaded"]:
+        return ""
+    return f", cannot keep up{_at_rho(case)}"
 
 
 def peak_rows(told: Told) -> list[tuple[str, str]]:
@@ -485,9 +537,9 @@ def growth_rows(told: Told) -> list[list[str]]:
     return [
         [
             f"{row['month']}",
-            f"{row['load']:.2f} x",
-            f"{row['num_replicas']:,}",
-            f"{row['num_gpus']:,}",
+            f"{row['load']:,.2f} x",
+            f"over {growth['most_replicas']:,}" if row["num_replicas"] is None else f"{row['num_replicas']:,}",
+            NOTHING if row["num_gpus"] is None else f"{row['num_gpus']:,}",
             money(row["cost"], told),
             row["cheapest"] or "",
         ]
@@ -499,12 +551,19 @@ def growth_sentence(told: Told) -> str:
     """How long today's fleet suffices."""
     growth = told["growth"]
     months = growth["months_until_full"]
-    rate = f"{100 * growth['per_month']:+.2g} % a month"
+    rate = f"{growth_rate(told)} a month"
     if months is None:
         return f"At {rate} this fleet suffices for all {growth['num_months']} months."
-    if months == 0:
-        return f"At {rate} this fleet is full within the first month."
-    return f"At {rate} this fleet suffices for {plural(months, 'month')}."
+    until = "is full within the first month" if months == 0 else f"suffices for {plural(months, 'month')}"
+    beyond = [row["month"] for row in growth["rows"] if row["num_replicas"] is None]
+    most = f" From month {beyond[0]} on it takes more than {growth['most_replicas']:,} replicas." if beyond else ""
+    return f"At {rate} this fleet {until}.{most}"
+
+
+def growth_rate(told: Told) -> str:
+    """What the load grows by in a month: ``+5 %``."""
+    share = told["growth"]["per_month"]
+    return f"{'-' if share < 0 else '+'}{digits(100 * abs(share), 2)} %"
 
 
 def pruned_rows(told: Told) -> list[tuple[str, str, str]]:

@@ -19,6 +19,7 @@ from windtunnel.reports.sweep_data import (
     say,
 )
 from windtunnel.reports.words import digits, percent, plural, verb
+from windtunnel.sim.metrics.comparison import MOST_FAILED
 
 MOST_EFFECTS = 6
 MOST_KNEES = 4
@@ -85,7 +86,7 @@ def _nearest(swept: Swept) -> str:
 
 
 def _is_risky(best: Best) -> bool:
-    return best.point.is_unsafe or best.point.is_hopeless
+    return best.point.is_unsafe or best.point.is_hopeless or (best.point.mean("failed_share") or 0.0) > MOST_FAILED
 
 
 def say_in(key: str, point: SweptPoint) -> str:
@@ -228,7 +229,10 @@ def _risks(swept: Swept) -> Iterator[str]:
     yield from _about_memory(swept)
     yield from _about_objectives(swept)
     yield from _about_load(swept)
+    yield from _about_failures(swept)
     yield from _about_preemptions(swept)
+    if not swept.currency and len({point.mean("num_gpus") for point in swept.feasible}) > 1:
+        yield "No price is given (--set gpu_hour=2.49), so that GPUs stand in for money."
     infeasible = [point for point in swept.points if point.infeasible]
     if infeasible:
         yield f"{_named(infeasible)} cannot run; the table has the reason."
@@ -304,6 +308,15 @@ def _about_load(swept: Swept) -> Iterator[str]:
             f"At {_named(unseen)} more comes in than can be served, in a run too short to show it: latencies there are "
             "those of its length, and a longer one would be worse."
         )
+
+
+def _about_failures(swept: Swept) -> Iterator[str]:
+    """Where requests had no answer: latencies leave them out."""
+    lost = [point for point in swept.feasible if (point.mean("failed_share") or 0.0) > MOST_FAILED]
+    if lost:
+        most = max(point.mean("failed_share") or 0.0 for point in lost)
+        share = f"up to {percent(most)}" if len(lost) > 1 else percent(most)
+        yield f"At {_named(lost)} {share} of the requests had no answer: latencies there are those of the others."
 
 
 def _about_preemptions(swept: Swept) -> Iterator[str]:

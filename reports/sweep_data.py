@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from windtunnel.reports.context import ReportContext
 from windtunnel.reports.words import count, digits, milliseconds, percent, seconds
-from windtunnel.sim.metrics.comparison import ComparedRun, Metric, metric
+from windtunnel.sim.metrics.comparison import MOST_FAILED, ComparedRun, Metric, metric
 from windtunnel.sim.metrics.replications import Interval, mean_interval, paired_difference
 from windtunnel.sim.metrics.stability import Verdict
 
@@ -156,6 +156,13 @@ class SweptPoint:
     def is_overloaded(self) -> bool:
         """Whether a run was long enough to be judged so."""
         return any(verdict in (Verdict.OVERLOADED, Verdict.STALLED) for verdict in self.verdicts)
+
+    @property
+    def marked(self) -> tuple[str, ...]:
+        """The verdicts, and what a reader must know besides: requests that had no answer, and unsafe memory."""
+        failed = self.mean("failed_share") or 0.0
+        lost = (f"{percent(failed)} failed",) if failed > MOST_FAILED else ()
+        return (*self.verdicts, *lost, *(("unsafe memory",) if self.is_unsafe else ()))
 
     @property
     def is_unsafe(self) -> bool:

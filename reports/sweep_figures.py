@@ -211,12 +211,11 @@ def _bars(points: Sequence[SweptPoint], key: str, scale: float) -> dict[str, Any
 
 
 def _hover(point: SweptPoint, key: str) -> str:
-    unsafe = ["unsafe memory"] if point.is_unsafe else []
     held = point.num_held
     kept = [f"objectives kept in {held} of {len(point.runs)}"] if held is not None else []
     kept += [f"missed: {', '.join(point.missed)}"] if point.missed else []
     lines = [f"<b>{escape(point.name)}</b>", f"{measure(key).words}: {say_with_noise(key, point)}"]
-    return "<br>".join([*lines, escape(", ".join((*point.verdicts, *unsafe, *kept)))])
+    return "<br>".join([*lines, escape(", ".join((*point.marked, *kept)))])
 
 
 def _marks(swept: Swept, axis: SweptAxis, key: str, y_name: str, scale: float) -> Iterator[Trace]:

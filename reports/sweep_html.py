@@ -8,7 +8,6 @@ from math import inf
 from pathlib import Path
 
 from windtunnel.reports.figures import Figure
-from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.page import (
     answer_box,
     badge,
@@ -17,17 +16,16 @@ from windtunnel.reports.page import (
     cell_html,
     code,
     figure,
-    footer,
     glossary,
     header,
     how_it_was_run,
     navigation,
-    page_end,
-    page_head,
     section,
+    simulated_with,
     table_head,
     table_row,
     warning_box,
+    write_page,
 )
 from windtunnel.reports.page import table as plain_table
 from windtunnel.reports.sweep_answer import SweepAnswer, answer
@@ -53,20 +51,21 @@ def write_html(path: str | Path, swept: Swept) -> None:
 
     The same runs give the same bytes.  Raises OSError if the file cannot be written; then none is left behind.
     """
-    with atomic_writer(path) as file:
-        for part in _page(swept):
-            file.write(part)
-            file.write("\n")
-
-
-def _page(swept: Swept) -> Iterator[str]:
-    drawn, said = sweep_figures(swept), answer(swept)
-    shared = swept.context
-    yield from page_head(
-        f"{shared.title}: {', '.join(axis.key for axis in swept.axes)}", skip_to="curves", styles=STYLES
+    drawn, shared = sweep_figures(swept), swept.context
+    write_page(
+        path,
+        f"{shared.title}: {', '.join(axis.key for axis in swept.axes)}",
+        _body(swept, drawn),
+        skip_to="curves",
+        head=header(shared),
+        foot=simulated_with(shared.version),
+        drawn=drawn,
+        styles=STYLES,
     )
-    yield from header(shared)
-    yield "<main>"
+
+
+def _body(swept: Swept, drawn: Sequence[Figure]) -> Iterator[str]:
+    said, shared = answer(swept), swept.context
     yield from answer_box(said.headline, _first_screen(swept, said), said.tone)
     yield from _cards(swept)
     yield from warning_box(shared.warnings, calibrated=shared.calibrated or not swept.feasible)
@@ -78,9 +77,6 @@ def _page(swept: Swept) -> Iterator[str]:
     yield from _infeasible(swept)
     yield from _how(swept)
     yield from glossary()
-    yield "</main>"
-    yield from footer(shared.version)
-    yield from page_end(drawn)
 
 
 def _sections(swept: Swept, drawn: Sequence[Figure]) -> Iterator[tuple[str, str]]:
@@ -197,7 +193,9 @@ def _cells(swept: Swept, row: Row) -> list[str]:
         _with_change(key, value, change)
         for key, value, change in zip(swept.shown(), row.numbers, row.changes, strict=True)
     ]
-    verdicts = [badge(_TONES.get(word, "note"), word) for word in row.verdict.split(", ")]
+    verdicts = [
+        badge("bad" if word.endswith(" failed") else _TONES.get(word, "note"), word) for word in row.verdict.split(", ")
+    ]
     marks = [badge("good" if mark == "best" else "note", mark) for mark in row.marks]
     return [
         cell(str(row.point.number), "number"),

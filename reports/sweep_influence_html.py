@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from windtunnel.reports.figures import Figure, Trace, rounded
-from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.page import (
     answer_box,
     calibration_box,
@@ -17,16 +16,15 @@ from windtunnel.reports.page import (
     cell_html,
     code,
     figure,
-    footer,
     glossary,
     header,
     how_it_was_run,
     navigation,
-    page_end,
-    page_head,
     section,
+    simulated_with,
     table,
     warning_box,
+    write_page,
 )
 from windtunnel.reports.sweep_data import measure, say
 from windtunnel.reports.sweep_html import STYLES
@@ -48,18 +46,22 @@ FOOT_PX = 90
 
 def write_html(path: str | Path, sensed: Sensed) -> None:
     """Write the report; the same runs give the same bytes.  Raises OSError if the file cannot be written."""
-    with atomic_writer(path) as file:
-        for part in _page(sensed):
-            file.write(part)
-            file.write("\n")
-
-
-def _page(sensed: Sensed) -> Iterator[str]:
-    shared, said = sensed.context, influence_answer(sensed)
+    shared = sensed.context
     drawn = [tornado(sensed, found) for found in sensed.found if not found.is_flat]
-    yield from page_head(f"{shared.title}: which setting matters most", skip_to="curves", styles=STYLES)
-    yield from header(shared)
-    yield "<main>"
+    write_page(
+        path,
+        f"{shared.title}: which setting matters most",
+        _body(sensed, drawn),
+        skip_to="curves",
+        head=header(shared),
+        foot=simulated_with(shared.version),
+        drawn=drawn,
+        styles=STYLES,
+    )
+
+
+def _body(sensed: Sensed, drawn: Sequence[Figure]) -> Iterator[str]:
+    shared, said = sensed.context, influence_answer(sensed)
     what = f"Sensitivity, {METHOD_NAMES[sensed.method]}: {size_words(sensed)}"
     yield from answer_box(said.headline, [what, *said.risks[:2]], said.tone)
     yield from _matrix(sensed)
@@ -78,9 +80,6 @@ def _page(sensed: Sensed) -> Iterator[str]:
         yield f'<div class="pair">{"".join(made)}</div>\n</section>'
     yield from _how(sensed)
     yield from glossary()
-    yield "</main>"
-    yield from footer(shared.version)
-    yield from page_end(drawn)
 
 
 def _list(texts: Sequence[str]) -> str:

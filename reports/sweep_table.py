@@ -48,7 +48,7 @@ def rows(swept: Swept) -> list[Row]:
                 tuple(_number(key, point.interval(key)) for key in keys),
                 tuple(_change(swept, point, key) for key in keys),
                 _held(swept, point),
-                ", ".join((*point.verdicts, *(("unsafe memory",) if point.is_unsafe else ()))),
+                ", ".join(point.marked),
                 tuple(name for name, is_so in marks if is_so),
             )
         )

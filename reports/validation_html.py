@@ -7,7 +7,6 @@ from html import escape
 from pathlib import Path
 
 from windtunnel.reports.figures import Figure
-from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.page import (
     answer_box,
     badge,
@@ -19,12 +18,12 @@ from windtunnel.reports.page import (
     glossary,
     header,
     how_it_was_run,
+    made_by,
     navigation,
-    page_end,
-    page_head,
     section,
     table,
     warning_box,
+    write_page,
 )
 from windtunnel.reports.validation_answer import (
     MAIN,
@@ -52,20 +51,21 @@ def write_html(path: str | Path, agreement: Agreement, context: ValidationContex
 
     The same input gives the same bytes.  Raises OSError if the file cannot be written; then none is left behind.
     """
-    with atomic_writer(path) as file:
-        for part in _page(agreement, context):
-            file.write(part)
-            file.write("\n")
-
-
-def _page(agreement: Agreement, context: ValidationContext) -> Iterator[str]:
     drawn, simulated = validation_figures(agreement), context.simulated
-    yield from page_head(
-        f"{simulated.title}, validated", skip_to="errors", styles=("page.css", "comparison.css", "validation.css")
+    write_page(
+        path,
+        f"{simulated.title}, validated",
+        _body(agreement, context, drawn),
+        skip_to="errors",
+        head=header(simulated),
+        foot=f"Simulated with {made_by(simulated.version)} and laid beside what was measured.",
+        drawn=drawn,
+        styles=("page.css", "comparison.css", "validation.css"),
     )
-    yield from header(simulated)
-    yield "<main>"
-    said = answer(agreement)
+
+
+def _body(agreement: Agreement, context: ValidationContext, drawn: Sequence[Figure]) -> Iterator[str]:
+    said, simulated = answer(agreement), context.simulated
     yield from answer_box(said.headline, said.sentences, said.tone)
     yield from warning_box(simulated.warnings, calibrated=simulated.calibrated)
     yield from calibration_box(simulated)
@@ -77,9 +77,6 @@ def _page(agreement: Agreement, context: ValidationContext) -> Iterator[str]:
     yield from _live(agreement, context)
     yield from _how(context)
     yield from glossary()
-    yield "</main>"
-    yield from _footer(simulated.version)
-    yield from page_end(drawn)
 
 
 def _sections(agreement: Agreement, drawn: Sequence[Figure]) -> Iterator[tuple[str, str]]:
@@ -214,11 +211,3 @@ def _how(context: ValidationContext) -> Iterator[str]:
     yield section("how", "How it was simulated")
     yield from how_it_was_run(context.simulated)
     yield "</section>"
-
-
-def _footer(version: str) -> Iterator[str]:
-    made = f"windtunnel {version}" if version else "windtunnel"
-    yield (
-        f"<footer><p>Simulated with {escape(made)} and laid beside what was measured. Figures by plotly.js (MIT "
-        "licence), included in this file.</p></footer>"
-    )

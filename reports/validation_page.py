@@ -9,7 +9,7 @@ from typing import Any
 
 from windtunnel.reports import page
 from windtunnel.reports.figures import Figure, Trace
-from windtunnel.reports.files import atomic_writer
+from windtunnel.reports.published_page import write_published
 from windtunnel.reports.words import plural
 
 LATENCIES = ("TTFT", "TPOT", "E2EL", "ITL")
@@ -31,18 +31,20 @@ def write_validation_page(path: str | Path, content: Plain, *, version: str) -> 
 
     Raises OSError if it cannot be written.
     """
-    with atomic_writer(path) as file:
-        for part in _page(content, version):
-            file.write(part)
-            file.write("\n")
+    drawn = list(_figures(content))
+    write_published(
+        path,
+        "What was validated against what",
+        _body(content, {figure.name: figure for figure in drawn}),
+        subject="validation",
+        version=version,
+        skip_to="table",
+        drawn=drawn,
+        styles=("page.css", "validation.css"),
+    )
 
 
-def _page(content: Plain, version: str) -> Iterator[str]:
-    title = "What was validated against what"
-    drawn = {figure.name: figure for figure in _figures(content)}
-    yield from page.page_head(title, skip_to="table", styles=("page.css", "validation.css"))
-    yield f'<header><h1>{escape(title)}</h1><p class="what">windtunnel {escape(version)}, validation</p></header>'
-    yield "<main>"
+def _body(content: Plain, drawn: Mapping[str, Figure]) -> Iterator[str]:
     yield from page.answer_box(_headline(content), _sentences(content), _tone(content))
     yield from page.navigation(
         [
@@ -64,11 +66,6 @@ def _page(content: Plain, version: str) -> Iterator[str]:
     yield from _drawn_section("memory", "KV cache of real start-ups", drawn, "No start-ups were at hand.")
     yield from _drawn_section("forks", "Forks of a running engine", drawn, "No forks were at hand.")
     yield from _open_section(content)
-    yield (
-        f"</main><footer><p>Made by benchmarks/validation_page.py of windtunnel {escape(version)}; the numbers are in "
-        "validation.json beside this file. Figures by plotly.js (MIT licence), included in this file.</p></footer>"
-    )
-    yield from page.page_end(list(drawn.values()))
 
 
 # --- the answer
@@ -395,14 +392,14 @@ def _forks(forks: Sequence[Plain]) -> Figure:
 
 def _table_section(content: Plain) -> Iterator[str]:
     yield page.section("table", "Everything that was measured")
-    yield from _lead(
+    yield page.lead(
         "A row for each validation. Errors are absolute: of the makespan, the worst of the mean latencies and the "
         "worst of their 95th percentiles, unless they say otherwise. How far live runs of the same load are apart is "
         "said where it ran more than once. When: the day that the measurement states, else that of its file."
     )
     yield from page.table(_HEADS, map(_table_row, content["rows"]))
     if content["missing"]:
-        yield from _lead("Not at hand, so not shown: " + ", ".join(f"{name}.json" for name in content["missing"]) + ".")
+        yield page.lead("Not at hand, so not shown: " + ", ".join(f"{name}.json" for name in content["missing"]) + ".")
     yield "</section>"
 
 
@@ -420,17 +417,17 @@ def _table_row(row: Plain) -> list[str]:
 def _runs_section(content: Plain, drawn: Mapping[str, Figure]) -> Iterator[str]:
     yield page.section("runs", "Live runs, predicted")
     if not content["points"]:
-        yield from _lead("No live runs were at hand.")
+        yield page.lead("No live runs were at hand.")
         yield "</section>"
         return
-    yield from _lead(
+    yield page.lead(
         "Paced: a real vLLM server on a CPU whose steps are held until a set time has passed, so that the machine's "
         "changing speed does not blur what is compared; step times are learned from other runs. Bare: the same "
         "without pacing, where a prediction is held to how far live runs of the same load are apart, or, where they "
         "ran only once, to nothing. Public GPU runs are predicted from kernel tables."
     )
     if content.get("live_notes"):
-        yield from _lead(" ".join(line.removeprefix("- ") for line in content["live_notes"]))
+        yield page.lead(" ".join(line.removeprefix("- ") for line in content["live_notes"]))
     for name in ("scatter", "errors"):
         if name in drawn:
             yield page.figure(drawn[name])
@@ -465,9 +462,9 @@ def _amount(figure: str, value: float) -> str:
 def _decisions_section(content: Plain) -> Iterator[str]:
     yield page.section("decisions", "Decisions of live servers")
     if not content["decisions"]:
-        yield from _lead("No recorded decisions were at hand.")
+        yield page.lead("No recorded decisions were at hand.")
     else:
-        yield from _lead(
+        yield page.lead(
             "Our scheduler is led through each recorded run, step times fed back, and every step compared with what "
             f"vLLM's decided: the same requests, the same tokens. n = {plural(len(content['decisions']), 'run')}. "
             "Sources: live_vllm_cpu.json, calibration.json."
@@ -490,9 +487,9 @@ def _decision_row(each: Plain) -> list[str]:
 def _public_section(content: Plain) -> Iterator[str]:
     yield page.section("public", "GPU runs that others published")
     if not content["public_about"]:
-        yield from _lead("No public runs were at hand.")
+        yield page.lead("No public runs were at hand.")
     else:
-        yield from _lead(
+        yield page.lead(
             "Runs of vLLM by the makers of LLMServingSim. Settings, arrivals and lengths are the run's own, step times "
             "come from kernel tables; no latency and no step of a run is used, except where it is marked. How steps "
             "are composed was changed after a first comparison with these runs, for reasons found on B300, which made "
@@ -521,7 +518,7 @@ def _drawn_section(name: str, title: str, drawn: Mapping[str, Figure], otherwise
     if name in drawn:
         yield page.figure(drawn[name])
     else:
-        yield from _lead(otherwise)
+        yield page.lead(otherwise)
     yield "</section>"
 
 
@@ -546,7 +543,3 @@ def _open(content: Plain) -> Iterator[str]:
         yield f"The memory plan of releases after {content['memory']['releases'][-1]}: beside no start-up."
     yield "Live runs longer than a few minutes."
     yield from (f"{name}.json was not at hand when this page was made." for name in content["missing"])
-
-
-def _lead(text: str) -> Iterator[str]:
-    yield f'<p class="lead">{escape(text)}</p>'

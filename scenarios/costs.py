@@ -11,6 +11,7 @@ from windtunnel.scenarios.profile_match import Here, Provenance, differing, diff
 from windtunnel.scenarios.schema import AffineCost, AutoCost, ConstantCost, Cost, ProfileCost
 from windtunnel.sim.cost import constant, statement
 from windtunnel.sim.cost.bundled import BundledProfile, bundled_profiles, find_bundled, load_bundled
+from windtunnel.sim.cost.evidence import CARRIED_OVER, COMPOSED, evidence_of_provenance
 from windtunnel.sim.cost.fitted import FittedCost
 from windtunnel.sim.cost.profile import load_profile
 from windtunnel.sim.cost.roofline import RooflineCost, RooflineFactors
@@ -193,9 +194,9 @@ def _of_profile(ledger: Ledger, cost: CostModel, name: str, spec: AutoCost | Pro
     if here.hardware.pipeline_parallel_size > 1:
         cost = _without_stated_error(cost, "the profile's steps are not those of a pipeline's stages")
     stated = statement.statement_of(cost.describe())
-    assert stated is not None, "a fitted model is calibrated"
+    assert stated is not None, "a fitted model states where it comes from"
     ledger.notes.append(f"Step times come from the profile {name}: {stated.origin}; error {stated.error}.")
-    if spec.noise and cost.evidence.provenance.get("source") in ("composed", "transferred"):
+    if spec.noise and evidence_of_provenance(cost.evidence.provenance) == COMPOSED:
         ledger.notes.append(
             f"The noise of {name} is how real steps scatter around fits to them; that the profile as a whole may be "
             "off is not in it."
@@ -235,6 +236,6 @@ def _held_against(ledger: Ledger, cost: FittedCost, name: str, here: Here) -> Fi
 
 
 def _without_stated_error(cost: FittedCost, why: str) -> FittedCost:
-    """The same prices, of which no output says an error that would not hold."""
-    provenance = {**cost.evidence.provenance, "stated_error": {"rests_on": why}}
+    """The same prices, of which no output says that they were measured here, or an error that would not hold."""
+    provenance = {**cost.evidence.provenance, "stated_error": {"rests_on": why}, CARRIED_OVER: why}
     return FittedCost(cost.parameters, replace(cost.evidence, provenance=provenance))

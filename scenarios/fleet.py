@@ -13,9 +13,11 @@ from windtunnel.scenarios.errors import ScenarioError
 from windtunnel.scenarios.ledger import WINDTUNNEL_DEFAULT, Ledger
 from windtunnel.scenarios.load import Loaded
 from windtunnel.scenarios.locate import KeyPath
+from windtunnel.sim.cost.evidence import evidence_of
 from windtunnel.sim.fleet.autoscaler import Autoscaler
 from windtunnel.sim.fleet.faults import Crash, Fault, Slowdown
 from windtunnel.sim.fleet.fleet import Fleet, Pool
+from windtunnel.sim.fleet.health import HealthChecks
 from windtunnel.sim.fleet.routers import Routing
 from windtunnel.sim.fleet.transfer import KvTransfer
 from windtunnel.sim.system import ROUTERS, System
@@ -23,6 +25,7 @@ from windtunnel.sim.system import ROUTERS, System
 NS_PER_S = 1_000_000_000
 ONLY_POOL = "all"
 """Name of the pool of a fleet that names none."""
+PROBE_DEFAULT = "Kubernetes' readiness probes"
 _FLEET_ROUTER = "least_requests"
 """Of pools, where no router is given."""
 _DURATIONS = (
@@ -132,9 +135,29 @@ def make_fleet(plans: Sequence[PoolPlan], kinds: Sequence[Kind], seed: int) -> F
         given["max_attempts"] = ledger.pick("fleet", "max_attempts", spec.max_attempts, 3, WINDTUNNEL_DEFAULT)
     keys = ("faults", "on_crash", "max_attempts", "pools", "kv_transfer_bandwidth", "kv_transfer_latency")
     transfer = _transfer(ledger, spec)
+    given["health"] = _health(ledger, spec, faults)
+    if spec.network_latency is not None:
+        given["network_ns"] = _ns(spec.network_latency)
+        ledger.note("fleet", "network_latency", spec.network_latency)
     return ledger.attempt(
         "fleet", keys, lambda: Fleet(pools, routing, faults, gateway=gateway, transfer=transfer, **given)
     )
+
+
+def _health(ledger: Ledger, spec: schema.Fleet, faults: Sequence[Fault]) -> HealthChecks:
+    """How the router learns of crashes; written down where there are some."""
+    default = HealthChecks()
+    has_crashes = any(isinstance(fault, Crash) for fault in faults)
+    values: dict[str, Any] = {}
+    for key, otherwise, source in (
+        ("health_check_interval", default.interval_ns / NS_PER_S, PROBE_DEFAULT),
+        ("health_check_failures", default.num_failures, PROBE_DEFAULT),
+        ("dead_replicas", default.dead_replicas, WINDTUNNEL_DEFAULT),
+    ):
+        stated = getattr(spec, key)
+        is_told = stated is not None or has_crashes
+        values[key] = ledger.pick("fleet", key, stated, otherwise, source) if is_told else otherwise
+    return HealthChecks(_ns(values["health_check_interval"]), values["health_check_failures"], values["dead_replicas"])
 
 
 def _transfer(ledger: Ledger, spec: schema.Fleet) -> KvTransfer | None:
@@ -280,6 +303,8 @@ def fleet_words(fleet: Fleet) -> dict[str, Any]:
         "on_crash": fleet.on_crash,
         "max_attempts": fleet.max_attempts,
         "faults": [fault_words(fault) for fault in fleet.faults],
+        "health_checks": asdict(fleet.health),
+        "network_latency_ns": fleet.network_ns,
         "pools": {pool.name: _pool_words(pool) for pool in fleet.pools},
         **({} if fleet.transfer is None else {"transfer": asdict(fleet.transfer)}),
     }
@@ -299,6 +324,7 @@ def _pool_words(pool: Pool) -> Mapping[str, Any]:
         "num_gpu_blocks": pool.system.config.num_gpu_blocks,
         "cost_model": pool.system.cost.name,
         "cost_model_calibrated": pool.system.cost.calibrated,
+        "cost_model_evidence": evidence_of(pool.system.cost.describe()),
     }
 
 

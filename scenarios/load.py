@@ -176,7 +176,8 @@ def override_path(key: str) -> tuple[str, ...]:
     for section, models in SECTIONS.items():
         if any(key in model.model_fields for model in models):
             return (section, key)
-    raise ScenarioError(f"unknown setting {key!r}{_suggestion(key, _all_keys())}")
+    hint = _suggestion(key, _all_keys()) or " (windtunnel schema --markdown lists all)"
+    raise ScenarioError(f"unknown setting {key!r}{hint}")
 
 
 _Raw = tuple[dict[str, Any], dict[KeyPath, str], str, Path]

@@ -18,6 +18,7 @@ from windtunnel.scenarios.requests import check_lengths, make_workload
 from windtunnel.scenarios.schema import Scenario
 from windtunnel.scenarios.workloads.describe import describe
 from windtunnel.sim.cost import statement
+from windtunnel.sim.cost.evidence import evidence_of, weakest
 from windtunnel.sim.cost.roofline import RooflineCost
 from windtunnel.sim.deployment.engine_args import ENGINE
 from windtunnel.sim.deployment.gpu import GpuSpec, load_gpu, siblings
@@ -102,6 +103,12 @@ class Resolved:
         return self.system.cost
 
     @property
+    def evidence(self) -> str:
+        """What stands behind the step times of all replicas; of several pools the weakest."""
+        costs = [self.cost] if self.fleet is None else [pool.system.cost for pool in self.fleet.pools]
+        return weakest(evidence_of(cost.describe()) for cost in costs)
+
+    @property
     def engine_name(self) -> str:
         """Whose behaviour is simulated."""
         match self.system.batching:
@@ -180,6 +187,7 @@ class Resolved:
             "cost_model_calibrated": self.cost.calibrated,
             "cost_model_profile": self.profile,
             **statement.summary_keys(self.cost.describe()),
+            "cost_model_evidence": self.evidence,
             "step_time_noise": self.system.noise_seed is not None,
         }
 

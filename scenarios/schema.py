@@ -483,7 +483,7 @@ class AutoCost(_Section):
 
 
 class RooflineCost(_Section):
-    """Step times from the data sheet of the GPU and shares of its peaks that are reached; not calibrated."""
+    """Step times from the data sheet of the GPU and shares of its peaks that are reached; uncalibrated."""
 
     kind: Literal["roofline"] = "roofline"
     """Which cost model."""
@@ -780,6 +780,15 @@ class Fleet(_Section):
     if the client has seen no token yet."""
     max_attempts: Annotated[Count | None, Field(ge=1)] = None
     """How often a request is sent to a replica at most."""
+    health_check_interval: Duration | None = None
+    """How often the router looks whether each replica is alive, 10s if not given; 0: it knows of a crash at once."""
+    health_check_failures: Annotated[Count | None, Field(ge=1)] = None
+    """Looks in a row that have to fail until a replica gets no more requests; 3 if not given."""
+    dead_replicas: Literal["refuse", "hang"] | None = None
+    """What a dead replica does to requests until the router notices: it refuses them at once (the default), or lets
+    them wait for nothing."""
+    network_latency: Duration | None = None
+    """From the router to a replica, or back; 0 if not given."""
     kv_transfer_bandwidth: Annotated[Size | None, Field(ge=1)] = None
     """Between prefill and decode pools: bytes per second that one GPU's link reaches, each way."""
     kv_transfer_latency: Duration | None = None
@@ -828,7 +837,7 @@ class Plan(_Section):
     gpu_memory_utilization_choices: list[Share] | None = None
     """Shares of the memory that are tried."""
     uncalibrated: bool | None = None
-    """Try deployments without a calibrated profile, too; they are ranked apart."""
+    """Try deployments without a profile, too; they are ranked apart."""
     spare_replicas: Annotated[Count | None, Field(ge=0, le=1000)] = None
     """Replicas bought beside those that are needed: 1 is N+1."""
     growth: str | None = None

@@ -18,6 +18,7 @@ import numpy as np
 
 from windtunnel.sim.client import Client
 from windtunnel.sim.cluster import Cluster
+from windtunnel.sim.cost.evidence import evidence_of
 from windtunnel.sim.cost.fitted import FittedCost, extrapolation_warning
 from windtunnel.sim.engine.keys import STREAM_BITS, BlockKeys, ListedKeys
 from windtunnel.sim.engine.plan import StepPlan, StepResult
@@ -106,6 +107,8 @@ class Forecast:
     changes: dict[str, Any]
     cost: str
     is_calibrated: bool
+    evidence: str
+    """What stands behind its step times; see ``windtunnel.sim.cost.evidence``."""
     arrivals: str
     """What was taken to arrive, in words."""
     lengths: str
@@ -128,6 +131,7 @@ class Forecast:
             "changes": self.changes,
             "cost": self.cost,
             "is_calibrated": self.is_calibrated,
+            "evidence": self.evidence,
             "arrivals": self.arrivals,
             "lengths": self.lengths,
             "num_live": len(self.request_ids),
@@ -209,6 +213,7 @@ def fork(
         changes=futures.changes,
         cost=_words_of(cost),
         is_calibrated=cost.calibrated,
+        evidence=evidence_of(cost.describe()),
         arrivals=futures.arrivals_text,
         lengths=futures.lengths_text,
         notes=(*stalled, *(() if outside is None else (outside,))),

@@ -18,7 +18,7 @@ from typing import Any
 EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PATIENCE_S = 60.0
 _TO_CHILD, _FROM_CHILD = 3, 4  # descriptors that Chromium reads commands from and writes answers to
-_KEYS = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
+_KEYS = {"Tab": 9, "Enter": 13, "End": 35, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
 
 
 class Page:

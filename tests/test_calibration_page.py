@@ -69,8 +69,7 @@ def written(tmp_path: Path, **parts: Any) -> str:
 
 def figures_in(html: str) -> dict[str, Any]:
     found = re.search(r'id="figures">(.*?)</script>', html)
-    assert found is not None
-    return {figure["name"]: figure for figure in json.loads(found[1])}
+    return {figure["name"]: figure for figure in json.loads(found[1])} if found else {}
 
 
 def test_parts_that_are_missing_say_so(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_the_answer_its_interval_and_what_binds_are_printed(scenario: str, capsy
     assert re.match(r"About [\d.]+ requests/s within ttft:p90<60ms\n", out)
     assert "each with 95 % confidence, so plan with no more than" in out
     assert re.search(r"Binds: max_num_\w+ \(", out)
-    assert "not calibrated: their error is not known" in out
+    assert "uncalibrated: their error is not known" in out
 
 
 def test_json_says_the_same_and_each_rate_is_in_it(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +94,30 @@ def test_an_objective_that_no_load_keeps_ends_with_99(scenario: str, capsys: pyt
     code, out, _ = run(capsys, scenario, *QUICK, "--slo", "ttft:p50<5ms")
     assert code == 99
     assert out.startswith("No rate is within ttft:p50<5ms\n")
+
+
+def test_what_chance_leaves_open_ends_with_6(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four runs say nothing with a confidence of 99.99 %."""
+    code, out, _ = run(capsys, scenario, *QUICK, "--reps", "4", "--confidence", "0.9999")
+    assert code == 6
+    assert out.startswith("No answer for ttft:p90<60ms\n")
+    assert "the bounds stay on both sides of the limit: give more replications" in out
+
+
+def test_runs_that_are_too_short_end_with_6(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a rate was shown to hold is told, though the lowest that fails is not known."""
+    lengths = ("--set", 'output={dist="lognormal",mean=60,sigma=2.5,max=1500}')
+    code, out, _ = run(capsys, scenario, *QUICK, *lengths, "--slo", "e2el:mean<2s", "--reps", "4")
+    assert code == 6
+    assert re.match(r"At least [\d.]+ requests/s within e2el:mean<2s\n", out)
+    assert "are too short: requests take up to" in out
+
+
+def test_close_to_saturation_there_is_an_answer(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, scenario, *QUICK, "--slo", "ttft:p50<60s", "--json")
+    found = json.loads(out)
+    assert (code, found["outcome"], found["max_rate"]) == (0, "near_saturation", None)
+    assert found["holds_up_to"] > 0
 
 
 def test_a_report_is_not_written_over_what_is_read(

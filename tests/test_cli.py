@@ -186,7 +186,7 @@ def test_a_dry_run_shows_sources_and_memory_and_runs_nothing(
     assert re.search(r"max_num_batched_tokens +8,192 +vLLM 0\.32 default for ", shown)
     assert re.search(r"max_model_len +131,072 +longest context of meta-llama/", shown)
     assert re.search(r"KV blocks +[\d,]+ +of 16 tokens", shown)
-    assert "NOT calibrated" in shown
+    assert "(uncalibrated: compare settings before you rely on absolute times)" in shown
     assert list(tmp_path.iterdir()) == []
 
 

@@ -534,6 +534,7 @@ def test_text_html_markdown_and_json_state_the_error(profile: FittedCost, tmp_pa
     assert "uncalibrated" not in run.text() + run.markdown()
     assert run.summary["cost_model"] == "fitted"
     assert run.summary["cost_model_calibrated"] is True
+    assert run.summary["cost_model_evidence"] == "composed"
     assert run.summary["cost_model_statement"] == COMPOSED
     assert run.summary["step_time_error_p50_percent"] == 4.2
     assert run.summary["step_time_error_p90_percent"] == 11.3
@@ -553,7 +554,7 @@ def test_a_dry_run_states_it_with_steps_that_anybody_can_picture(
 ) -> None:
     assert main(["simulate", *FLAGS, "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert f"cost model: profile {NAME} (calibrated)\n" in shown
+    assert f"cost model: profile {NAME} (composed, not measured)\n" in shown
     assert f"Their error: {STATED}.\n" in shown
     assert "- a decode of 64 requests, 1,024 tokens of context each: " in shown
     assert main(["simulate", *FLAGS, "--dry-run", "--json"]) == 0
@@ -620,7 +621,7 @@ def test_a_comparison_of_a_profile_with_the_roofline_is_warned_of(profile: Fitte
         "workload": {"num_requests": 20, "input": 100, "output": 8, "request_rate": 20},
     }
     cards: dict[str, dict[str, Any]] = {"h100": {}, "l40s": {"gpu": "l40s"}}
-    caution = "Some runs are priced by a calibrated profile and others by an uncalibrated cost model"
+    caution = "Step times rest on different evidence (composed, not measured; uncalibrated)"
     assert caution in " ".join(wt.compare(scenario, cards).text().split())
     alike = {name: {**own, "cost": "roofline"} for name, own in cards.items()}
     assert caution not in " ".join(wt.compare(scenario, alike).text().split())

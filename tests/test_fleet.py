@@ -18,6 +18,7 @@ from windtunnel.sim.engine.request import Request
 from windtunnel.sim.fleet.autoscaler import Autoscaler
 from windtunnel.sim.fleet.faults import Crash, Slowdown
 from windtunnel.sim.fleet.fleet import Fleet, Pool
+from windtunnel.sim.fleet.health import HealthChecks
 from windtunnel.sim.fleet.line import Line
 from windtunnel.sim.fleet.records import Death, Fate, FleetRecords
 from windtunnel.sim.fleet.routers import ROUTERS, PrefixIndex, Router, Routing, make_router
@@ -31,6 +32,8 @@ from windtunnel.sim.workload import Workload, workload
 from windtunnel.sim.world import World
 
 STEP = ConstantCost(0.01)
+AT_ONCE = HealthChecks(interval_ns=0)
+"""The router knows of a crash when it happens."""
 
 
 def backend(number: int, in_flight: int = 0, stats: Stats = IDLE, **changes: Any) -> Backend:
@@ -61,6 +64,7 @@ def fleet_of(
 ) -> Fleet:
     routing = {key: changes.pop(key) for key in list(changes) if key in Routing.__dataclass_fields__}
     pool = {key: changes.pop(key) for key in list(changes) if key in Pool.__dataclass_fields__}
+    changes.setdefault("health", AT_ONCE)
     system = System(config or engine(), pool.pop("cost", STEP), num_replicas=num_replicas)
     return Fleet((Pool("all", system, **pool),), Routing(name, **routing), **changes)
 
@@ -257,7 +261,7 @@ def long_and_short(**changes: Any) -> Fleet:
     """A pool for prompts below 4,000 tokens, a pool for those below 300."""
     config = {"max_num_seqs": 1, "max_num_batched_tokens": 4000}
     pools = [Pool(f"to{most}", System(engine(max_model_len=most, **config), STEP)) for most in (4000, 300)]
-    return Fleet(tuple(pools), Routing(changes.pop("router", "shared_queue")), **changes)
+    return Fleet(tuple(pools), Routing(changes.pop("router", "shared_queue")), **{"health": AT_ONCE, **changes})
 
 
 def test_a_long_prompt_whose_pool_is_gone_keeps_nobody_else_from_the_others() -> None:
@@ -501,7 +505,7 @@ def test_pools_and_replicas_add_up() -> None:
     pools = tuple(
         Pool(name, system, weight=weight) for name, system, weight in zip("ab", systems, (2.0, 1.0), strict=True)
     )
-    fleet = Fleet(pools, Routing("least_requests"), (Crash("a", 1, 100 * MS, 50 * MS),))
+    fleet = Fleet(pools, Routing("least_requests"), (Crash("a", 1, 100 * MS, 50 * MS),), health=AT_ONCE)
     of = summary_of(work, fleet).fleet
     assert of is not None
     assert [pool.pool for pool in of.pools] == ["a", "b"]

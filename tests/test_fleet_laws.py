@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import scheduler_configs
-from test_cluster import COST, HORIZON_NS, MS, clients, same, systems
+from test_cluster import COST, HORIZON_NS, MS, S, clients, same, systems
 
 from windtunnel.sim.engine.swap import SwapConfig
 from windtunnel.sim.fleet.autoscaler import METRICS, Autoscaler
 from windtunnel.sim.fleet.faults import Crash, Fault, Slowdown
 from windtunnel.sim.fleet.fleet import ON_CRASH, Fleet, Pool
-from windtunnel.sim.fleet.records import Death, Fate, table_rows
+from windtunnel.sim.fleet.health import DEAD_REPLICAS, HealthChecks
+from windtunnel.sim.fleet.records import Death, Fate, IntArray, LifeTable, table_rows
 from windtunnel.sim.fleet.routers import ROUTERS, Routing
 from windtunnel.sim.records import Outcome, Records, table_columns
 from windtunnel.sim.simulate import serve
@@ -24,6 +25,7 @@ from windtunnel.sim.system import System
 from windtunnel.sim.workload import Workload
 
 NAMES = ("big", "small", "spare")
+LOST = (Fate.LOST, Fate.UNHEARD)
 
 
 @st.composite
@@ -91,7 +93,11 @@ def fleets(draw: st.DrawFn) -> Fleet:
         pools.append(Pool(name, system, scaler, weight=draw(st.sampled_from([1.0, 2.5]))))
     faults = draw(fault_lists(tuple(pools)))
     on_crash, attempts = draw(st.sampled_from(ON_CRASH)), draw(st.integers(1, 3))
-    return Fleet(tuple(pools), draw(routings()), faults, on_crash, attempts)
+    health = HealthChecks(
+        draw(st.sampled_from([0, 10, 30, 300])) * MS, draw(st.integers(1, 3)), draw(st.sampled_from(DEAD_REPLICAS))
+    )
+    network_ns = draw(st.sampled_from([0, 0, 1, 4 * MS]))
+    return Fleet(tuple(pools), draw(routings()), faults, on_crash, attempts, health=health, network_ns=network_ns)
 
 
 def served(work: Workload, fleet: Fleet) -> tuple[Records, list[Any]]:
@@ -110,6 +116,15 @@ def served(work: Workload, fleet: Fleet) -> tuple[Records, list[Any]]:
 
     pools = tuple(replace(pool, system=watched(pool.system)) for pool in fleet.pools)
     return serve(work, replace(fleet, pools=pools), horizon_ns=HORIZON_NS), made
+
+
+def noticed_ns(fleet: Fleet, lives: LifeTable) -> IntArray:
+    """When the router gave up each replica at the latest; far off for those that are still there."""
+    times = []
+    for ready_ns, gone_ns, death in zip(lives.ready_ns, lives.gone_ns, lives.death, strict=True):
+        noticed = fleet.health.noticed_ns(int(ready_ns), int(gone_ns)) if death == Death.CRASH else int(gone_ns)
+        times.append(np.iinfo(np.int64).max if gone_ns < 0 else noticed if ready_ns >= 0 else int(gone_ns))
+    return np.array(times, np.int64)
 
 
 @given(st.data())
@@ -149,25 +164,31 @@ def test_stays_tell_where_each_request_was_and_how_it_ended(data: st.DataObject)
     gone_ns = np.where(lives.gone_ns < 0, np.iinfo(np.int64).max, lives.gone_ns)
     assert (stays.sent_ns >= lives.ready_ns[stays.replica]).all()
     assert (lives.ready_ns[stays.replica] >= 0).all()
-    assert (stays.ended_ns <= gone_ns[stays.replica]).all()
-    assert ((stays.fate == Fate.OPEN) == (stays.ended_ns < 0)).all()
+    is_unheard = stays.fate == Fate.UNHEARD
+    assert (stays.sent_ns[is_unheard] >= gone_ns[stays.replica[is_unheard]]).all()
+    assert (stays.sent_ns[~is_unheard] <= gone_ns[stays.replica[~is_unheard]]).all()
+    assert not stays.num_output_tokens[is_unheard].any()
+    assert fleet.health.interval_ns or not is_unheard.any()
+    assert (lives.death[stays.replica[is_unheard]] == Death.CRASH).all()  # whom it dismissed the router knows of
+    assert (stays.ended_ns <= noticed_ns(fleet, lives)[stays.replica]).all()
+    assert ((stays.fate == Fate.OPEN) == (stays.ended_ns < 0))[~is_unheard].all()
     assert (np.bincount(stays.request, minlength=len(work)) <= fleet.max_attempts).all()
     for row in range(len(work)):
         mine = np.flatnonzero(stays.request == row)
         fates = stays.fate[mine].tolist()
-        assert all(fate == Fate.LOST for fate in fates[:-1])  # it is tried again only where it was lost
+        assert all(fate in LOST for fate in fates[:-1])  # it is tried again only where it was lost
         assert (stays.sent_ns[mine][1:] > stays.ended_ns[mine][:-1]).all()
         last = fates[-1] if fates else None
         outcome = Outcome(int(table.outcome[row]))
         expected = {
             Outcome.FINISHED: (Fate.FINISHED,),
-            Outcome.LOST: (Fate.LOST,),
-            Outcome.UNFINISHED: (Fate.OPEN, Fate.LOST, None),
-            Outcome.ABORTED: (Fate.ABORTED, Fate.LOST, None),
-            Outcome.REJECTED: (Fate.REJECTED, Fate.LOST, None),
+            Outcome.LOST: LOST,
+            Outcome.UNFINISHED: (Fate.OPEN, *LOST, None),
+            Outcome.ABORTED: (Fate.ABORTED, *LOST, None),
+            Outcome.REJECTED: (Fate.REJECTED, *LOST, None),
         }[outcome]
         assert last in expected
-        if last is not None and last != Fate.LOST:
+        if last is not None and last not in LOST:
             assert table.replica[row] == stays.replica[mine[-1]]
 
 
@@ -238,6 +259,37 @@ def test_faults_that_hit_nobody_change_nothing(data: st.DataObject) -> None:
 
 
 @given(st.data())
+def test_the_network_delays_what_the_client_sees_and_changes_nothing_else(data: st.DataObject) -> None:
+    """There and back, as if every request had been sent so much later."""
+    config, network_ns = data.draw(scheduler_configs()), data.draw(st.sampled_from([1, 3 * MS, S]))
+    work = data.draw(clients(config))
+    arrival_ns, previous = np.maximum.accumulate(work.arrival_ns.clip(min=0)), np.full(len(work), -1)
+    work = replace(work, arrival_ns=arrival_ns, previous=previous, request_timeout_ns=None, max_concurrency=None)
+    fleet = Fleet((Pool("all", System(config, COST, num_replicas=2)),), Routing("round_robin"), network_ns=network_ns)
+    table = serve(work, fleet, horizon_ns=HORIZON_NS).requests
+    later = replace(work, arrival_ns=work.arrival_ns + 2 * network_ns)
+    expected = serve(later, replace(fleet, network_ns=0), horizon_ns=HORIZON_NS).requests
+    assert table.arrival_ns.tolist() == work.arrival_ns.tolist()
+    is_refused = expected.replica < 0
+    for name, column in table_columns(expected).items():
+        if name not in ("arrival_ns", "due_ns"):
+            assert getattr(table, name)[~is_refused].tolist() == column[~is_refused].tolist(), name
+    assert table.outcome.tolist() == expected.outcome.tolist()
+
+
+@given(st.data())
+def test_health_checks_of_a_fleet_in_which_nobody_crashes_change_nothing(data: st.DataObject) -> None:
+    fleet = data.draw(fleets())
+    fleet = replace(fleet, faults=tuple(fault for fault in fleet.faults if isinstance(fault, Slowdown)))
+    work = data.draw(clients(fleet.pools[0].system.config))
+    first, second = (
+        serve(work, replace(fleet, health=health), horizon_ns=HORIZON_NS)
+        for health in (HealthChecks(0), HealthChecks(7 * MS, 2, "hang"))
+    )
+    assert same(first, second)
+
+
+@given(st.data())
 def test_no_router_looks_at_the_length_of_an_answer(data: st.DataObject) -> None:
     """The first choice for every request of a burst is the same whatever the answers' true lengths are."""
     config = data.draw(scheduler_configs())
@@ -269,6 +321,7 @@ def test_requests_are_retried_in_the_order_in_which_they_were_sent() -> None:
         (Pool("all", System(config, COST, num_replicas=2)),),
         Routing("round_robin", max_requests_per_replica=3),
         (Crash("all", 0, 7 * MS),),
+        health=HealthChecks(0),
     )
     records = serve(work, fleet)
     assert records.fleet is not None

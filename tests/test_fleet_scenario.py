@@ -21,6 +21,8 @@ from windtunnel.scenarios.schema import Deployment
 from windtunnel.sim.deployment.memory import InfeasibleDeployment
 from windtunnel.sim.fleet.faults import Crash, Slowdown
 from windtunnel.sim.fleet.fleet import Fleet
+from windtunnel.sim.fleet.health import HealthChecks
+from windtunnel.sim.fleet.records import Fate
 from windtunnel.sim.fleet.routers import ROUTERS
 from windtunnel.sim.records import Outcome
 
@@ -160,9 +162,26 @@ def test_a_fleet_is_full_where_all_of_its_pools_are(tmp_path: Path) -> None:
     assert saturation_request_throughput(scaled.workload, scaled.served) is None
 
 
+def test_the_router_learns_of_a_crash_as_kubernetes_does_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    asked = {**PLAIN, "fleet": {"faults": ["crash:at=1s"]}}
+    assert fleet_of(asked, tmp_path).health == HealthChecks(10 * NS_PER_S, 3, "refuse")
+    told = {entry.key: entry for entry in resolved(asked, tmp_path).entries if entry.section == "fleet"}
+    assert (told["health_check_interval"].value, told["health_check_failures"].value) == (10, 3)
+    assert told["health_check_interval"].source == "Kubernetes' readiness probes"
+    calm = resolved({**PLAIN, "fleet": {}}, tmp_path)
+    assert not any(entry.key == "health_check_interval" for entry in calm.entries)
+    given = {"health_check_interval": "500ms", "health_check_failures": 2, "dead_replicas": "hang"}
+    found = fleet_of({**PLAIN, "fleet": {**given, "network_latency": "1.5ms"}}, tmp_path)
+    assert found.health == HealthChecks(500_000_000, 2, "hang")
+    assert found.network_ns == 1_500_000
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ('[fleet]\ndead_replicas = "sulk"', "dead_replicas = 'sulk' in [fleet] must be one of 'refuse' or 'hang'"),
+        ("[fleet]\nhealth_check_failures = 0", "health_check_failures = 0 in [fleet] must be at least 1"),
+        ("[fleet]\nnetwork_latency = -1", "network_latency = -1 in [fleet]"),
         ('[fleet]\nroutr = "x"', "unknown key 'routr' in [fleet]; did you mean 'router'?"),
         ('[fleet]\nrouter = "session"', "unknown key 'router' in [fleet]; it belongs in [deployment]"),
         ("[fleet.pools.a]\nreplica = 3", "unknown key 'replica' in [fleet.pools.a]; did you mean 'replicas'?"),
@@ -231,7 +250,8 @@ def test_the_summary_counts_what_the_records_hold(run: wt.Run) -> None:
     assert told["crashes"] == 1
     assert told["lost"] == 0
     assert told["retried_requests"] == int((np.bincount(fleet.stays.request) > 1).sum())
-    assert sum(pool["num_requests"] for pool in told["fleet"]["pools"]) == len(fleet.stays)
+    assert told["sends_to_dead"] == int((fleet.stays.fate == Fate.UNHEARD).sum()) > 0
+    assert sum(pool["num_requests"] for pool in told["fleet"]["pools"]) == len(fleet.stays) - told["sends_to_dead"]
     assert told["run_cost"] == pytest.approx(sum(pool["cost"] for pool in told["fleet"]["pools"]))
     json.dumps(told, allow_nan=False)
 
@@ -300,7 +320,7 @@ def test_pools_may_come_in_any_order_of_their_longest_requests(tmp_path: Path) -
 
 def test_without_a_replica_the_verdict_says_that_none_is_left() -> None:
     faults = [f"crash:replica={number},at=100ms" for number in range(3)]
-    made = wt.simulate({**PLAIN, "fleet": {"faults": faults}}, saturation=False)
+    made = wt.simulate({**PLAIN, "fleet": {"faults": faults, "health_check_interval": 0}}, saturation=False)
     assert made.summary["stability"] == "stalled"
     assert "no replica left that could take them: a crash with restart_after" in " ".join(made.summary["warnings"])
 

@@ -18,13 +18,17 @@ import windtunnel as wt
 from windtunnel.cli.main import main
 from windtunnel.planning import Plan
 from windtunnel.planning.candidates import Space, candidates
+from windtunnel.planning.jobs import TOLERANCE, needed, needed_job
 from windtunnel.planning.load import Growth, dealt, dealt_several, demand_of, parse_growth, shuffled
 from windtunnel.planning.money import bill_of
 from windtunnel.planning.offers import Offer, read_offers
 from windtunnel.planning.outputs import toml_text
-from windtunnel.planning.search import Tried, next_size, smallest_that_holds
+from windtunnel.planning.plan import make_question
+from windtunnel.planning.search import Tried, next_size, search, smallest_that_holds
+from windtunnel.scenarios.load import load_scenario
 from windtunnel.sim.rng import stream
 from windtunnel.sim.workload import Workload, workload
+from windtunnel.workers import Workers
 
 ONE_CARD: dict[str, Any] = {"gpus": {"l40s": 0.9}, "tensor_parallel_sizes": (1,), "replications": 1}
 
@@ -307,6 +311,32 @@ def test_without_prices_the_fewest_cards_win() -> None:
     assert best["num_gpus"] == 1
     assert best["bill"]["per_hour"] is None
     assert "1 GPU" in found.text()
+
+
+def test_a_card_without_a_price_is_told_to_be_ranked_by_number(tmp_path: Path) -> None:
+    """Also where a price of another card stands in the file."""
+    table = scenario(price={"gpu_hour": {"l40s": 0.9}}, plan={"gpus": ["h100-sxm"]})
+    found = small_plan(table, gpus=())
+    told = "No price of H100-SXM was given ([price] has L40S only): the fewest GPUs win, and no cost is told."
+    assert found.told["ranked_by"] == "num_gpus"
+    assert found.told["warnings"][0].startswith(told)
+    found.report(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text("utf-8")
+    for text in (found.text(), found.markdown(), page):
+        assert told in " ".join(text.split())
+
+
+def test_kinds_without_prices_are_told_to_count_alike() -> None:
+    found = small_plan(gpus=["l40s", "h100-sxm"])
+    assert "as if an hour of L40S and one of H100-SXM cost the same" in found.told["warnings"][0]
+    assert not any("No price" in text for text in small_plan(**ONE_CARD).told["warnings"])
+
+
+def test_a_card_named_without_a_price_has_that_of_the_file() -> None:
+    found = small_plan(scenario(price={"gpu_hour": {"l40s": 0.9}}), gpus=["l40s"])
+    assert found.told["ranked_by"] == "cost_per_hour"
+    assert found.recommended is not None
+    assert found.recommended["bill"]["per_hour"] == pytest.approx(0.9)
 
 
 def test_twice_the_load_takes_more() -> None:
@@ -626,6 +656,63 @@ def test_growth_names_only_another_kind_of_deployment_as_cheaper() -> None:
         months=24,
     )
     assert {row["cheapest"] for row in found.told["growth"]["rows"]} == {None}
+
+
+def test_growth_is_said_to_be_an_estimate(planned: Plan) -> None:
+    assert planned.told["growth"]["is_simulated"] is False
+    assert "Growth is an estimate: replicas are scaled with the load" in " ".join(planned.text().split())
+
+
+SEATS = (16, 64, 256)
+
+
+def test_the_order_of_choices_does_not_matter() -> None:
+    """Few seats at the head of the list bound what the kind can do with more."""
+    table = scenario(workload={"request_rate": 400, "num_requests": 800})
+    up, down = (
+        small_plan(table, max_num_seqs=seats, gpus={"l40s": 0.9}, replications=1).recommended
+        for seats in (SEATS, SEATS[::-1])
+    )
+    assert up is not None
+    assert down is not None
+    assert up["replicas_needed"]["mean"] == pytest.approx(down["replicas_needed"]["mean"], rel=2 * TOLERANCE)
+    assert up["cost_per_hour"] == down["cost_per_hour"]
+
+
+@pytest.mark.parametrize("guess", [0.1, 1.0, 20.0])
+def test_a_guess_that_is_far_off_is_still_bracketed(guess: float) -> None:
+    """Other knobs of the same kind are where a search begins, and may take many times the replicas."""
+    question = make_question(load_scenario(scenario(workload={"request_rate": 60}), {}), 1.0, 1, 100)
+    space = Space(("llama-3.1-8b",), read_offers(["l40s=0.9"]), (1,), fixed={"max_model_len": 2048})
+    candidate = candidates(space)[0][0].candidate
+    found = needed(needed_job(question, candidate, 0, least=0.05, guess=guess, step=1.06).argument)
+    assert found["missed_at"] < found["num_replicas"] <= found["missed_at"] * (1 + TOLERANCE)
+    assert found["num_simulations"] < 20
+
+
+def test_an_exhaustive_search_finds_nothing_cheaper() -> None:
+    """What one kind's other budget saves must not leave another kind without its try."""
+    question = make_question(load_scenario(scenario(**LONG_PROMPTS), {}), 1.0, 1, 100)
+    space = Space(
+        ("llama-3.1-8b",),
+        read_offers(["l40s=0.9", "h100-sxm=1.5"]),
+        (1,),
+        max_num_seqs=(64,),
+        max_num_batched_tokens=(8192, 4096, 2048, 512),
+        kv_cache_dtypes=("auto",),
+        gpu_memory_utilizations=(0.9,),
+        fixed={"max_model_len": 2048},
+    )
+    with Workers(1) as workers:
+        pruned, whole = (
+            search(question, space, workers, exhaustive=every, tell=lambda text: None) for every in (False, True)
+        )
+    assert len(whole.tried) == len(candidates(space)[0]) > len(pruned.tried)
+    costs = [
+        min(each.whole_cost(size, 0) for each in found.finalists if (size := smallest_that_holds(each)) is not None)
+        for found in (pruned, whole)
+    ]
+    assert costs[0] == costs[1]
 
 
 def test_progress_tells_the_step_and_the_time_left() -> None:

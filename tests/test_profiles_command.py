@@ -181,7 +181,8 @@ def test_a_profile_of_another_kind_is_shown_too(
 ) -> None:
     save_profile(ConstantCost(step_s=0.01), "flat.json")
     shown = answer(capsys, "show", "flat.json")
-    assert "kind    constant, uncalibrated\n" in shown
+    assert "kind      constant\n" in shown
+    assert "evidence  uncalibrated\n" in shown
     assert shown.count("10.00 ms") == len(EXAMPLES)
     assert json.loads(answer(capsys, "show", "flat.json", "--json"))["step_time_error_p50_percent"] is None
 

@@ -7,11 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import chromium
 import numpy as np
 import pytest
 from built_records import (
@@ -46,6 +48,7 @@ from windtunnel.reports.figures import MAX_RAW_STEPS, NUM_BUCKETS, Figure, _enve
 from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.glossary import GLOSSARY
 from windtunnel.reports.html import NUM_SHOWN, write_html
+from windtunnel.reports.page import masthead, write_page
 from windtunnel.reports.text import measured_value, render_text
 from windtunnel.reports.values import facts_of, plain, rows_of
 from windtunnel.reports.words import count, digits, milliseconds, percent, plural, seconds, verb
@@ -163,7 +166,10 @@ def test_the_header_names_the_cost_model_and_says_uncalibrated(pressed: tuple[Re
     text = render_text(pressed[1], CONTEXT)
     assert "Cost model: roofline, uncalibrated" in text
     assert "Engine: vLLM 0.32 (simulated)" in text
-    assert "uncalibrated" not in render_text(pressed[1], replace(CONTEXT, calibrated=True))
+    assert "Cost model: roofline, measured" in render_text(pressed[1], replace(CONTEXT, evidence="measured"))
+    text = render_text(pressed[1], replace(CONTEXT, evidence="composed"))
+    assert "Cost model: roofline, composed, not measured" in text
+    assert "calibrated" not in text
 
 
 def test_warnings_come_last(pressed: tuple[Records, Summary]) -> None:
@@ -799,6 +805,44 @@ def test_every_figure_has_a_place_and_a_description(page: str, pressed: tuple[Re
     assert [figure["name"] for figure in drawn] == [*(figure.name for figure in figures(*pressed)), "stalls"]
     for figure in drawn:
         assert re.search(rf'id="plot-{figure["name"]}" role="img" tabindex="0" aria-label="[^"]+"', page)
+
+
+def test_a_page_without_figures_carries_no_script_and_does_not_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "bare.html"
+    write_page(path, "T", ["<p>all</p>"], skip_to="all", head=masthead("a < b", "<b>what</b>"), foot="By me & you.")
+    html = path.read_text(encoding="utf-8")
+    assert "<script" not in html
+    assert '<h1>a &lt; b</h1>\n<p class="what"><b>what</b></p>' in html
+    assert html.endswith("<footer><p>By me &amp; you.</p></footer>\n</body>\n</html>\n")
+
+
+def test_a_page_whose_body_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    def body() -> Iterator[str]:
+        yield "<p>"
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        write_page(tmp_path / "half.html", "T", body(), skip_to="all", head=(), foot="")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(chromium.EXECUTABLE is None, reason="needs chromium")
+def test_figures_are_drawn_as_they_come_near_and_follow_the_theme(page: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(page, encoding="utf-8")
+    strokes = "[...document.querySelectorAll('#plot-kv .js-line')].map((each) => getComputedStyle(each).stroke)"
+    num_drawn = "document.querySelectorAll('.plot:has(.main-svg)').length"
+    with chromium.page() as browser:
+        browser.look(1280, 900)
+        browser.open(f"file://{path}")
+        for scheme, blue in (("light", "rgb(0, 114, 178)"), ("dark", "rgb(86, 180, 233)")):
+            browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            browser.wait(f"{strokes}.includes({json.dumps(blue)})")
+        near, there = browser.run(num_drawn), browser.run("document.querySelectorAll('.plot').length")
+        assert 0 < near < there
+        browser.run("dispatchEvent(new Event('beforeprint'))")
+        browser.wait(f"{num_drawn} === {there}")
+        assert browser.problems == []
 
 
 def test_a_run_without_preemptions_or_finished_requests_still_makes_a_page(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_metrics_have_the_documented_names() -> None:
         'windtunnel_shadow_ratio{executor="torch",regime="all"} 1.25',
         'windtunnel_shadow_error_percent{executor="torch",quantile="0.9",regime="all"} 25.0',
         'windtunnel_shadow_extrapolated_share{executor="torch",regime="all"} 0.0',
-        'windtunnel_shadow_info{calibrated="false",cost="constant",executor="torch"} 1.0',
+        'windtunnel_shadow_info{calibrated="false",cost="constant",evidence="uncalibrated",executor="torch"} 1.0',
     ):
         assert line in text, text
 

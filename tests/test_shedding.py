@@ -57,7 +57,8 @@ def test_prompts_that_can_never_be_served_are_no_load() -> None:
     found = summary_of(work, System(engine(max_model_len=4096), STEP, max_num_queued_reqs=100), slo="ttft:p99<1s")
     assert found.unservable == found.rejected == 20
     assert found.stability.verdict is Verdict.STABLE
-    assert found.slo_passed
+    assert not found.slo_passed
+    assert "all of them were refused because of max_model_len" in found.slo[0].note
 
 
 def test_work_for_clients_that_gave_up_is_not_useful() -> None:

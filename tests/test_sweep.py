@@ -19,6 +19,7 @@ from windtunnel.reports.sweep_figures import MOST_MAPS, sweep_figures
 from windtunnel.reports.sweep_influence import Influence, Influences, Sensed, influence_answer
 from windtunnel.sweeping.context import report_context
 from windtunnel.sweeping.sweep import Sweep
+from windtunnel.trials import make_trial, run_trial
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -66,6 +67,31 @@ def test_the_same_setting_in_other_words_is_one_point() -> None:
     assert swept({"max_num_batched_tokens": "1k,1000,2k"}).runs.point.unique().tolist() == [1, 2]
     drawn = swept({"max_num_seqs": "random:1:3"}, samples=12, reps=1).runs.max_num_seqs
     assert sorted(drawn) == [1, 2, 3]
+
+
+def test_what_is_looked_at_once_is_said(tmp_path: Path) -> None:
+    found = swept({"max_num_batched_tokens": "1k,1000,2k,2k"}, reps=1)
+    assert found.swept.context.notes[:2] == (
+        "max_num_batched_tokens 1k,1000,2k,2k: 1 of 4 values comes to the same as another and is left out.",
+        "1 of 3 points comes to the same as another and is left out.",
+    )
+    found.report(tmp_path / "a.html")
+    assert "1 of 3 points comes to the same" in (tmp_path / "a.html").read_text()
+    side_by_side = swept({"max_num_seqs": [2, 2, 4], "request_rate": [10, 20, 20]}, reps=1, zip=True)
+    assert len(side_by_side.swept.points) == 3
+    assert not any("left out" in note for note in side_by_side.swept.context.notes)
+
+
+def test_the_scenarios_own_gpu_is_the_baseline_by_whatever_name() -> None:
+    given = {"model": "llama-3.1-8b", "gpu": "h100-sxm", "num_requests": 5, "input": 64, "output": 8, "jobs": 1}
+    own = given.pop("gpu")
+    for name in (own, "h100"):
+        found = wt.sweep("chat-8b-h100", {"gpu": ["l40s", name]}, reps=1, **given)
+        assert found.swept.baseline is not None
+        assert found.swept.baseline.settings == {"gpu": "H100-SXM"}
+    named = wt.sweep("chat-8b-h100", {"gpu": "l40s,h100"}, reps=1, baseline={"gpu": "L40S"}, **given)
+    assert named.swept.baseline is not None
+    assert named.swept.baseline.settings == {"gpu": "L40S"}
 
 
 @pytest.mark.parametrize("vary", [{"gpu": "L4,no-such-gpu"}, {"model": ["meta-llama/Llama-3.1-8B-Instruct", "none"]}])
@@ -173,6 +199,34 @@ def test_a_point_that_cannot_run_stays_in_the_table_with_the_reason() -> None:
     assert bad["infeasible"].split(".")[0] in re.sub(r"\s+", " ", found.text())
     assert found.best is not None
     assert found.best.point.settings == {"num_gpu_blocks_override": 65}
+
+
+def test_that_a_point_does_not_start_is_found_out_once_for_all_seeds(tmp_path: Path) -> None:
+    """And says the same of each seed as its own run would."""
+    told: list[tuple[int, int]] = []
+    found = swept(
+        {"num_gpu_blocks_override": [3, 65]},
+        reps=3,
+        folder=tmp_path / "kept",
+        progress=lambda done, total: told.append((done, total)),
+    )
+    kept = (tmp_path / "kept" / "results" / "results.jsonl").read_text().splitlines()[1:]
+    assert len(kept) == 1 + 3
+    assert told[-1] == (6, 6)
+    bad = found.swept.points[0]
+    assert [run["seed"] for run in bad.runs] == [0, 1, 2]
+    for run in bad.runs:
+        assert run == run_trial(make_trial(TINY, {"num_gpu_blocks_override": 3}, seed=run["seed"]).argument)
+    again = swept({"num_gpu_blocks_override": [3, 65]}, reps=3, folder=tmp_path / "kept", resume=True)
+    assert again.to_dict() == found.to_dict()
+    assert (tmp_path / "kept" / "results" / "results.jsonl").read_text().splitlines()[1:] == kept
+
+
+def test_what_only_some_seeds_draw_is_found_out_for_each() -> None:
+    """Whether all requests are too long hangs on those that are drawn: the first of these seeds has no other."""
+    drawn = {"input": "exponential:mean=140,max=400", "num_requests": 2}
+    found = swept({"max_model_len": [100, 512]}, reps=2, seed=1, **drawn)
+    assert [run["infeasible"] is None for run in found.swept.points[0].runs] == [False, True]
 
 
 def test_a_point_at_which_every_request_is_refused_does_not_end_the_sweep() -> None:

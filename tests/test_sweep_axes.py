@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windtunnel.scenarios.errors import ScenarioError
-from windtunnel.sweeping.axes import Draw, make_axis, parse_vary
+from windtunnel.sweeping.axes import Draw, make_axis, parse_vary, value_of
 from windtunnel.sweeping.design import combinations
 
 
@@ -102,6 +102,29 @@ def test_what_cannot_be_read_is_refused_with_what_to_write(key: str, spec: objec
     assert str(raised.value).startswith(f"{key}=")
 
 
+def test_gpus_models_and_releases_have_one_name_each_however_they_are_written() -> None:
+    assert values("gpu", "H100-SXM,h100-sxm,h100,l40s") == ["H100-SXM", "L40S"]
+    assert values("model", ["llama-3.1-8b", "./llama-3.1-8b"]) == ["meta-llama/Llama-3.1-8B-Instruct", "./llama-3.1-8b"]
+    assert values("engine", "0.11,vllm-0.11,0.10") == ["vllm-0.11", "vllm-0.10"]
+    assert values("gpu", "h100,no-such-card") == ["H100-SXM", "no-such-card"], "whoever needs it says so"
+    assert make_axis("gpu", "choice:h100,H100-SXM,l40s").as_draw.choices == ("H100-SXM", "L40S")
+
+
+def test_what_a_short_name_is_taken_as_is_said_with_what_it_may_mean_too() -> None:
+    assert make_axis("gpu", "h100,H100-sxm").notes == (
+        "gpu h100 is taken as H100-SXM (there are also H100-PCIe, H100-NVL).",
+    )
+    assert make_axis("gpu", "4090,3090").notes == ()
+
+
+def test_digits_are_text_where_the_setting_is_text() -> None:
+    """0.10 is not 0.1: there are releases of both names."""
+    assert value_of("engine_version", "0.10") == "0.10"
+    assert value_of("gpu", "4090") == "4090"
+    assert value_of("max_num_seqs", "64") == 64
+    assert value_of("request_rate", "0.10") == 0.1
+
+
 def test_an_unknown_setting_is_refused_with_the_nearest_known_one() -> None:
     with pytest.raises(ScenarioError, match="max_num_seqs"):
         make_axis("max_num_seq", "1,2")
@@ -136,6 +159,12 @@ def test_lists_make_a_grid_or_go_side_by_side() -> None:
     axes = [make_axis("max_num_seqs", "8,16"), make_axis("request_rate", "1,2")]
     assert combinations(axes) == [(8, 1), (8, 2), (16, 1), (16, 2)]
     assert combinations(axes, is_zipped=True) == [(8, 1), (16, 2)]
+
+
+def test_a_value_may_come_again_where_lists_go_side_by_side() -> None:
+    axes = [make_axis("max_num_seqs", "8,8,16"), make_axis("request_rate", "1,2,2")]
+    assert combinations(axes, is_zipped=True) == [(8, 1), (8, 2), (16, 2)]
+    assert combinations(axes) == [(8, 1), (8, 2), (16, 1), (16, 2)]
 
 
 def test_lists_of_different_lengths_cannot_go_side_by_side() -> None:

@@ -52,6 +52,18 @@ def test_the_command_that_repeats_a_sweep_does(tiny: str, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out) == first
 
 
+def test_what_is_looked_at_once_is_said_on_stderr(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["sweep", tiny, "--vary", "max_num_seqs=2,8,2", "--reps", "1", "-j", "1"]
+    assert main(given) == 0
+    assert capsys.readouterr().err == (
+        "max_num_seqs 2,8,2: 1 of 3 values comes to the same as another and is left out.\n"
+    )
+    assert main([*given, "-q"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main([*given, "--dry-run", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["notes"]) == 1
+
+
 def test_a_dry_run_lists_the_points_and_runs_nothing(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", tiny, "--vary", "tp=1,2", "--vary", "max_num_seqs=log:1:64:7", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -172,11 +184,12 @@ def test_the_commands_of_the_documentation_can_be_read(
     plain = [shlex.split(line)[1:] for line in lines if "--sensitivity" not in line]
     assert len(plain) == 3
     assert [main([*words, "--dry-run"]) for words in plain] == [0] * 3
-    from windtunnel.cli.sweep import _varied
+    from windtunnel.cli.settings import read_specs
     from windtunnel.sweeping.sensitivity import plan_sensitivity
 
     for words in (shlex.split(line) for line in lines if "--sensitivity" in line):
-        vary = _varied(value for flag, value in pairwise(words) if flag == "--vary")
+        specs = (value for flag, value in pairwise(words) if flag == "--vary")
+        vary = read_specs(specs, "--vary", said="varied")
         assert plan_sensitivity(words[2], vary, method="morris").num_runs == 16 * (len(vary) + 1)
 
 

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import windtunnel as wt
+from windtunnel import reports
 from windtunnel.cli.main import main
 from windtunnel.scenarios.load import bundled_scenarios, load_scenario
 from windtunnel.scenarios.resolve import resolve
@@ -134,7 +135,7 @@ def test_what_vllm_refuses_whatever_the_memory_has_remedies_too(settings: dict[s
 def test_the_profile_and_its_error_are_told() -> None:
     told = few()["memory"]["cost"]
     assert told["is_calibrated"]
-    assert re.fullmatch(r"calibrated, steps ± \d+ % \(median\), ± \d+ % \(9 of 10\)", told["badge"])
+    assert re.fullmatch(r"composed, not measured; steps ± \d+ % \(median\), ± \d+ % \(9 of 10\)", told["badge"])
     without = few("preemption-storm")["memory"]["cost"]
     assert (without["is_calibrated"], without["badge"]) == (False, "uncalibrated")
 
@@ -518,6 +519,7 @@ def test_this_machine_is_known_by_all_its_names(served: Served, host: str) -> No
 BAD = [
     ("not json", {"content": b"{"}, "question"),
     ("no number", {"content": b'{"preset": NaN}'}, "question"),
+    ("a key twice", {"content": b'{"preset": "chat-8b-h100", "settings": {"seed": 1, "seed": 2}}'}, "question"),
     ("nested", {"content": b"[" * 10_000}, "question"),
     ("not UTF-8", {"content": b'{"preset": "\xff"}'}, "question"),
     ("too long", {"content": b'"' + b"x" * 70_000 + b'"'}, "question"),
@@ -629,10 +631,53 @@ def test_a_slider_moved_by_keyboard_changes_the_picture(browser: chromium.Page, 
     before = text(browser, "[data-card=ttft] .value")
     browser.run("document.getElementById('knob-request_rate').focus()")
     browser.press("ArrowRight", 12)
-    browser.wait("Number(new URLSearchParams(location.hash.slice(1)).get('request_rate')) > 30")
+    assert browser.run("new URLSearchParams(location.hash.slice(1)).get('request_rate')") == "100"  # 12 stops on
     browser.wait(f"{READY} && document.querySelector('[data-card=ttft] .value').innerText !== {json.dumps(before)}")
     browser.wait("document.querySelector('#plot-waterfall .main-svg')")
     assert "requests/s" in text(browser, "#live")
+    assert not browser.problems
+
+
+def test_figures_are_drawn_by_the_script_of_the_reports(served: Served) -> None:
+    own = Path(reports.__path__[0]) / "plot.js"
+    assert served.client.get("/static/plot.js").text == own.read_text(encoding="utf-8")
+    assert "Plotly.react" not in served.client.get("/static/figures.js").text
+
+
+SLIDER = "[document.getElementById('knob-%s').getAttribute('aria-valuetext'), document.activeElement.id]"
+
+
+def test_every_slider_says_its_value_with_its_unit_as_it_moves(browser: chromium.Page, served: Served) -> None:
+    browser.look(1280, 900)
+    open_page(browser, served, "&request_rate=10")
+    shown = browser.run(
+        "[...document.querySelectorAll('input[type=range]')].filter((each) => each.offsetParent).map((each) =>"
+        " [each.getAttribute('aria-valuetext'), each.parentElement.querySelector('[type=text]').value])"
+    )
+    assert len(shown) >= 8
+    assert [pair for pair in shown if not pair[1] or not pair[0].startswith(pair[1])] == []
+    browser.run("document.getElementById('knob-request_rate').focus()")
+    browser.press("ArrowRight")
+    assert browser.run(SLIDER % "request_rate") == ["12 requests/s", "knob-request_rate"]
+    browser.press("End")
+    assert browser.run(SLIDER % "request_rate") == ["all at once", "knob-request_rate"]
+
+
+def test_the_focus_goes_on_to_what_is_left_when_a_button_vanishes(browser: chromium.Page, served: Served) -> None:
+    browser.look(1280, 900)
+    open_page(browser, served, "&seed=3")
+    focused = "document.activeElement.id || document.activeElement.textContent"
+    browser.run("document.querySelector('#turned button').focus()")
+    browser.press("Enter")
+    assert browser.run(focused) == "seed = 3 ✕"
+    browser.press("Enter")
+    assert browser.run(focused) == "preset"
+    browser.wait(READY)
+    browser.run("document.getElementById('pin').focus()")
+    browser.press("Enter")
+    browser.run("document.getElementById('unpin').focus()")
+    browser.press("Enter")
+    assert browser.run(focused) == "pin"
     assert not browser.problems
 
 
@@ -648,7 +693,7 @@ def test_a_remedy_is_one_click_away(browser: chromium.Page, served: Served) -> N
     browser.wait(READY)
     assert "tensor_parallel_size=4" in browser.run("location.hash")
     assert text(browser, "[data-card=gpus] .value") == "4"
-    assert text(browser, "#calibration").startswith("calibrated, steps ±")
+    assert text(browser, "#calibration").startswith("composed, not measured; steps ±")
 
 
 def test_two_states_are_compared_and_a_link_leads_back_to_both(browser: chromium.Page, served: Served) -> None:

@@ -71,7 +71,7 @@ def simulate(
 
 
 def profiles() -> pd.DataFrame:
-    """The bundled profiles, one row each: name, model, gpu, tensor_parallel_size, dtype, source, stated error.
+    """The bundled profiles, one row each: name, model, gpu, tensor_parallel_size, dtype, evidence, stated error.
 
     >>> wt.simulate("chat-8b-h100", profile=wt.profiles().name[0])  # doctest: +SKIP
     """
@@ -80,7 +80,7 @@ def profiles() -> pd.DataFrame:
     from windtunnel.sim.cost.bundled import bundled_profiles
 
     columns = (
-        *("name", "model", "gpu", "tensor_parallel_size", "dtype", "kv_cache_dtype", "source", "statement"),
+        *("name", "model", "gpu", "tensor_parallel_size", "dtype", "kv_cache_dtype", "evidence", "source", "statement"),
         *("p50_percent", "p90_percent"),
     )
     rows = [
@@ -266,6 +266,7 @@ class Run:
     def context(self) -> ReportContext:
         """What reports say besides the numbers: what was simulated, with which settings, from where."""
         from windtunnel.reports.context import ReportContext, ResolvedValue
+        from windtunnel.sim.cost.evidence import evidence_of_run
         from windtunnel.sim.cost.statement import sentences, shown_name
 
         told, hardware = self.resolved, self.resolved["hardware"]
@@ -275,7 +276,7 @@ class Run:
             gpu=_gpus(told),
             engine=told["engine"],
             cost_model=shown_name(told["metadata"]),
-            calibrated=told["metadata"]["cost_model_calibrated"],
+            evidence=evidence_of_run(told),
             cost=told["cost"],
             calibrated_by=sentences(
                 told["cost"], self._median_step_s(), has_noise=bool(told["metadata"].get("step_time_noise"))

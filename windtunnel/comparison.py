@@ -397,6 +397,7 @@ class Comparison:
             "seed": context.common.seed,
             "cost_model": context.common.cost_model,
             "cost_model_calibrated": context.common.calibrated,
+            "cost_model_evidence": context.common.evidence,
             "answer": [said.headline, *said.sentences],
             "variants": [
                 {"name": name, "baseline": name == self.runs.baseline, "overrides": dict(self._overrides[name])}

@@ -10,6 +10,7 @@ from typing import Any
 from windtunnel.reports.comparison_answer import ComparisonContext, DifferingSetting, failures
 from windtunnel.reports.context import ReportContext, ResolvedValue
 from windtunnel.scenarios.ledger import SECTION_ORDER
+from windtunnel.sim.cost.evidence import UNCALIBRATED, different, evidence_of_run, weakest
 from windtunnel.sim.cost.statement import sentences, shown_name
 from windtunnel.sim.metrics.comparison import ComparedRuns
 
@@ -36,14 +37,13 @@ def comparison_context(
     common, differing = _settings(runs, described)
     costs = _distinct(shown_name(each["metadata"]) for each in known)
     of_runs = _distinct(each["seed"] for each in known)
-    calibrations = [bool(each["metadata"]["cost_model_calibrated"]) for each in known]
     shared = ReportContext(
         title=told.name,
         model=" / ".join(_distinct(each["hardware"]["model"] for each in known)),
         gpu=" / ".join(_distinct(_gpu(each["hardware"]) for each in known)),
         engine=" / ".join(_distinct(each["engine"] for each in known)),
         cost_model=" / ".join(costs),
-        calibrated=bool(calibrations) and all(calibrations),
+        evidence=weakest(map(evidence_of_run, known)),
         cost=known[0]["cost"] if known and all(each["cost"] == known[0]["cost"] for each in known) else {},
         calibrated_by=tuple(_calibrated_by(runs, described)),
         resolved=common,
@@ -110,11 +110,10 @@ def _shared_workload(known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _cautions(known: Sequence[Mapping[str, Any]], are_saved: bool) -> Iterator[str]:
     """What makes runs incomparable; those of one plan differ only as they were told to, and in what priced them."""
-    if len({bool(each["metadata"]["cost_model_calibrated"]) for each in known}) > 1:
-        yield (
-            "Some runs are priced by a calibrated profile and others by an uncalibrated cost model, so that a part of "
-            "their difference is that of the cost models: give all of them the same one (cost = roofline)."
-        )
+    grades = [evidence_of_run(each) for each in known]
+    if apart := different(grades):
+        remedy = ": give all of them the same one (cost = roofline)" if UNCALIBRATED in grades else ""
+        yield f"{apart}, so that a part of what the runs differ by is that of their cost models{remedy}."
     if not are_saved:
         return
     if any(each["workload"] != known[0]["workload"] for each in known):
@@ -154,7 +153,7 @@ def _said(runs: ComparedRuns, described: Sequence[Mapping[str, Any]], key: str) 
 
 
 def _calibrated_by(runs: ComparedRuns, described: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What calibrated cost models state of themselves."""
+    """What profiles state of themselves."""
     said = [
         sentences(each["cost"], has_noise=bool(each["metadata"].get("step_time_noise"))) if each else ()
         for each in described

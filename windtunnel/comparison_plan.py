@@ -303,7 +303,7 @@ def check_metrics(wanted: Iterable[str], known: Sequence[str], hint: str = "") -
     for key in wanted:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            suggestion = f"; did you mean {near[0]!r}?" if near else ""
+            suggestion = f"; did you mean {near[0]!r}?" if near else " (windtunnel simulate --json prints all)"
             raise refusal(f"unknown metric {key!r}: it must be a number of the JSON summary{hint}{suggestion}")
 
 

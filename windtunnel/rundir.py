@@ -119,6 +119,25 @@ def check_can_write_file(path: Path, *, inputs: Iterable[object] = ()) -> None:
         raise OutputError(f"cannot write {path}: it is read for that; name another file")
 
 
+def check_can_write_scenario(path: Path, *, force: bool = False) -> None:
+    """Make sure that a scenario takes the place of nothing but another scenario, unless ``force`` says so.
+
+    Raises OutputError for a file of any other kind.
+    """
+    if path.is_file() and path.stat().st_size and not force and not _is_scenario(path):
+        raise OutputError(
+            f"cannot write {path}: a file is there that is no scenario (it has no schema_version); name another file, "
+            "or write over it with --force"
+        )
+
+
+def _is_scenario(path: Path) -> bool:
+    try:
+        return "schema_version" in tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
 def _keeps_results(path: Path) -> bool:
     """Whether it is a file of a ``workers.Store``, which begins every store with a line that says so."""
     store = path.with_name("results.jsonl")

@@ -26,6 +26,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from windtunnel.executor.vllm_plugin.clock import Clock, LateResult, VirtualClock, WallClock
 from windtunnel.executor.vllm_plugin.options import SimOptions
 from windtunnel.executor.vllm_plugin.shapes import Grant, StepShapes, shape_of
+from windtunnel.sim.cost.evidence import evidence_of, in_words
 from windtunnel.sim.deployment.hf_config import model_from_config
 from windtunnel.sim.deployment.memory import InfeasibleDeployment, kv_pool
 from windtunnel.sim.deployment.model import load_model
@@ -85,8 +86,8 @@ class VllmSimExecutor(Executor):  # type: ignore[misc]  # vLLM is not there when
         self._free_at_s = 0.0
         self._pending: LateResult | None = None
         self._log = self._open_log()
-        calibrated = "calibrated" if self.cost.calibrated else "not calibrated"
-        logger.info("windtunnel simulates the workers: %s cost model (%s)", self.cost.name, calibrated)
+        evidence = in_words(evidence_of(self.cost.describe()))
+        logger.info("windtunnel simulates the workers: %s cost model (%s)", self.cost.name, evidence)
 
     def _make_clock(self) -> Clock:
         if self.options.pace == "wall":

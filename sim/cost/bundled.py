@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from windtunnel.sim.cost.evidence import evidence_of_provenance
 from windtunnel.sim.cost.fitted import Domain, FittedCost
 from windtunnel.sim.cost.profile import ProfileError, load_profile
 from windtunnel.sim.deployment.gpu import load_gpu
@@ -53,6 +54,11 @@ class BundledProfile:
     def path(self) -> Path:
         """The file."""
         return PROFILES / f"{self.name}.json"
+
+    @property
+    def evidence(self) -> str:
+        """``measured`` or ``composed``; see ``windtunnel.sim.cost.evidence``."""
+        return evidence_of_provenance({"source": self.source})
 
     def load(self) -> FittedCost:
         """The cost model; raises ProfileError if the file is damaged or of another kind, OSError if it is not there."""

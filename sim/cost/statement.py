@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from windtunnel.sim.cost.evidence import CARRIED_OVER, COMPOSED, evidence_of
+
 _NOT_COMPARED = "no real steps were held against it"
 
 
 class CostStatement(NamedTuple):
-    """Where calibrated step times come from, and how far off they are."""
+    """Where the step times of a profile come from, and how far off they are."""
 
     origin: str
     """Such as "composed from kernel tables, not measured end to end"."""
@@ -43,7 +45,7 @@ class CostStatement(NamedTuple):
 
 
 def statement_of(cost: Mapping[str, Any]) -> CostStatement | None:
-    """What a described cost model states; None for one that is not calibrated.
+    """What a described cost model states; None for an uncalibrated one.
 
     ``stated_error`` of the provenance goes first: it says how far off a profile is against real steps of a like case.
     Else it is the error on measured steps that the fit did not see.
@@ -52,11 +54,13 @@ def statement_of(cost: Mapping[str, Any]) -> CostStatement | None:
         return None
     provenance = _table(cost.get("provenance"))
     origin = str(provenance.get("statement") or _ORIGINS.get(str(provenance.get("source")), "fitted to measured steps"))
+    if provenance.get(CARRIED_OVER):
+        origin = f"{origin.strip().rstrip('.')}, carried over to another deployment"
     stated = _table(provenance.get("stated_error"))
     p50, p90 = _percent(stated.get("p50_percent")), _percent(stated.get("p90_percent"))
     if p50 is not None and p90 is not None:
         return CostStatement(_inside(origin), p50, p90, _inside(str(stated.get("rests_on") or "real steps")))
-    if stated or provenance.get("source") in ("composed", "transferred"):
+    if stated or evidence_of(cost) == COMPOSED:
         return CostStatement(_inside(origin), None, None, _inside(str(stated.get("rests_on") or "")))
     whole = next((line for line in _tables(cost.get("errors")) if line.get("regime") == "all"), {})
     p50, p90 = _percent(whole.get("p50_percent")), _percent(whole.get("p90_percent"))
@@ -70,7 +74,7 @@ def statement_of(cost: Mapping[str, Any]) -> CostStatement | None:
 def sentences(
     cost: Mapping[str, Any], median_step_s: float | None = None, *, has_noise: bool = False
 ) -> tuple[str, ...]:
-    """What an output says of a calibrated cost model, one sentence after the other; nothing of any other.
+    """What an output says of a profile, one sentence after the other; nothing of an uncalibrated cost model.
 
     ``median_step_s`` is the length of a typical step of the run, for what the error means there.
     """
@@ -86,7 +90,7 @@ def sentences(
 
 
 def noise_sentence(cost: Mapping[str, Any]) -> str:
-    """What the noise of a calibrated cost model is, and what it is not."""
+    """What the noise of a profile is, and what it is not."""
     scatter = _table(_table(cost.get("provenance")).get("scatter"))
     if not scatter:
         return "Steps scatter around that by what the profile states, with the same mean (noise)."
@@ -109,10 +113,11 @@ def shown_name(metadata: Mapping[str, Any]) -> str:
 
 
 def summary_keys(cost: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for the JSON summary, flat; None where nothing is stated."""
+    """The same for the JSON summary, flat, with the grade of its evidence; None where nothing is stated."""
     statement = statement_of(cost)
     known = statement is not None and statement.p50_percent is not None
     return {
+        "cost_model_evidence": evidence_of(cost),
         "cost_model_statement": None if statement is None else statement.origin,
         "step_time_error_p50_percent": statement.p50_percent if statement is not None else None,
         "step_time_error_p90_percent": statement.p90_percent if statement is not None else None,

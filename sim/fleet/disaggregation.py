@@ -75,7 +75,7 @@ class DisaggregatedServer(FleetServer):
             self._forget_leg(request)
             self._left(request, Fate.ABORTED, 0)
             return 0
-        is_waiting_for_its_load = self._is_remote(request)
+        is_waiting_for_its_load = self._is_remote(request) or self._is_on_way_to_decode(request)
         num_emitted = super().abort(request, replica)
         if is_waiting_for_its_load:
             self._give_back(request)
@@ -179,6 +179,14 @@ class DisaggregatedServer(FleetServer):
         """Bytes of a block on one GPU, of whichever of the two has more of it there."""
         sizes = [self._pool(each).kv_bytes_per_token or 0 for each in (source, target)]
         return max(sizes) * target.scheduler.config.block_size
+
+    def _is_on_way_to_decode(self, request: Request) -> bool:
+        return request in self._prefilled and not self._at[request].stays[request].is_there
+
+    def _turned_away(self, request: Request) -> None:
+        if request in self._prefilled:
+            self._give_back(request)
+        super()._turned_away(request)
 
     def _is_remote(self, request: Request) -> bool:
         instance = self._at.get(request)

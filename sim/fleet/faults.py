@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from windtunnel.sim.engine.plan import StepPlan, StepResult
 from windtunnel.sim.engine.protocols import Executor
+from windtunnel.sim.records import IntArray, StepTable
+from windtunnel.sim.simulated import SimExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +66,34 @@ class SlowedExecutor:
     def __init__(self, executor: Executor, factor: float) -> None:
         self.executor = executor
         self.factor = factor
+        self._steps = range(0)
+
+    @property
+    def steps(self) -> range:
+        """Numbers of the steps that it ran; one that a crash cut off may be among them."""
+        return self._steps
 
     def execute(self, plan: StepPlan) -> StepResult:
         """As the executor's own, longer or shorter; never below 1 ns."""
         result = self.executor.execute(plan)
+        self._steps = range(self._steps.start if self._steps else plan.number, plan.number + 1)
         return result._replace(step_ns=max(1, round(result.step_ns * self.factor)))
+
+
+class SlowedPrices(SimExecutor):
+    """Prices parts of steps that were run as slowly as the replica was then."""
+
+    def __init__(self, executor: SimExecutor, slowed: Iterable[SlowedExecutor], num_steps: int) -> None:
+        """``slowed`` ran some of the replica's ``num_steps`` steps, ``executor`` all others."""
+        super().__init__(executor.cost, executor.swap, executor.drafting)
+        self._factors: npt.NDArray[np.float64] = np.ones(num_steps)
+        for each in slowed:
+            self._factors[each.steps.start : each.steps.stop] = each.factor
+
+    def decode_times_ns(self, steps: StepTable, rows: IntArray) -> IntArray:
+        """As ``SimExecutor.decode_times_ns``, each by the factor of its step."""
+        times_ns: IntArray = np.rint(super().decode_times_ns(steps, rows) * self._factors[rows]).astype(np.int64)
+        return times_ns
 
 
 def _check_place(place: int) -> None:

@@ -11,6 +11,7 @@ from windtunnel.sim.engine.remote import check_supports_roles
 from windtunnel.sim.engine.static import StaticConfig
 from windtunnel.sim.fleet.autoscaler import Autoscaler
 from windtunnel.sim.fleet.faults import Fault
+from windtunnel.sim.fleet.health import HealthChecks
 from windtunnel.sim.fleet.routers import Routing
 from windtunnel.sim.fleet.transfer import KvTransfer
 from windtunnel.sim.metrics.economics import Rates
@@ -115,6 +116,12 @@ class Fleet:
     """What queues requests before the fleet, one queue a tenant; None lets all of them in as they come."""
     transfer: KvTransfer | None = None
     """How a prompt's cache gets from prefill to decode replicas; needed where pools have those roles."""
+    health: HealthChecks = field(default_factory=HealthChecks)
+    """How the gateway learns of a crash."""
+    network_ns: int = 0
+    """What a message takes from the gateway to a replica, or back.  Times of steps and tokens are then those at which
+    the gateway gets the answer: a request comes to its replica two such times after it was sent, and what it yields is
+    seen at once.  As the way is the same for all, this is what a replica does one way later."""
 
     def __post_init__(self) -> None:
         if not self.pools:
@@ -127,6 +134,8 @@ class Fleet:
             raise ValueError(f"on_crash must be one of {', '.join(ON_CRASH)}, got {self.on_crash!r}")
         if self.max_attempts < 1:
             raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
+        if self.network_ns < 0:
+            raise ValueError(f"network_ns must be at least 0, got {self.network_ns}")
         for fault in self.faults:
             if fault.pool not in names:
                 raise ValueError(f"a fault names pool {fault.pool!r}; pools are {', '.join(names)}")

@@ -8,6 +8,9 @@ from collections.abc import Collection, Sequence
 
 from windtunnel.sim.engine.request import Request
 
+_NEW = 1 << 62
+"""Turns of requests that have been at no replica begin here; those that were put back go before them."""
+
 
 class Line:
     """Requests in the order in which they came.
@@ -21,7 +24,7 @@ class Line:
         self._lengths = sorted(set(max_model_lens))
         self._lanes: list[deque[tuple[int, Request]]] = [deque() for _ in range(len(self._lengths) + 1)]
         self._num = 0
-        self._first = self._last = 0  # turns given out at both ends
+        self._first, self._next_back, self._last = 0, 0, _NEW  # turns given out: to those put back, to those that came
 
     def __len__(self) -> int:
         return self._num
@@ -38,6 +41,14 @@ class Line:
             self._first -= 1
             self._lane(request).appendleft((self._first, request))
         self._num += len(requests)
+
+    def put_back_one(self, request: Request) -> None:
+        """It waits before all that have not been anywhere, and behind those that were put back before."""
+        lane = self._lane(request)
+        place = next((place for place, (turn, _) in enumerate(lane) if turn >= _NEW), len(lane))
+        lane.insert(place, (self._next_back, request))
+        self._next_back += 1
+        self._num += 1
 
     def remove(self, request: Request) -> None:
         """It waits no longer.  Raises ValueError if it did not."""

@@ -35,6 +35,9 @@ class Fate(IntEnum):
     """The engine refused it after it had waited too long."""
     PREFILLED = 5
     """Its prompt was computed, for another replica to go on from (prefill and decode roles)."""
+    UNHEARD = 6
+    """The replica was dead already when the router sent it there, not having noticed.  It was there until it was
+    refused, its client gave up or the router noticed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ from dataclasses import replace
 from windtunnel.sim.client import Client
 from windtunnel.sim.engine.request import Request
 from windtunnel.sim.fleet.disaggregation import DisaggregatedServer
+from windtunnel.sim.fleet.faults import SlowedPrices
 from windtunnel.sim.fleet.fleet import Fleet
 from windtunnel.sim.fleet.server import Answers, FleetServer, Instance, State
 from windtunnel.sim.gateway import Gateway
 from windtunnel.sim.log import RequestLog
 from windtunnel.sim.records import Records, ReplicaRecords
-from windtunnel.sim.simulated import with_decode_times
+from windtunnel.sim.simulated import SimExecutor, with_decode_times
 from windtunnel.sim.tenancy import GatewayConfig
 from windtunnel.sim.workload import Workload
 from windtunnel.sim.world import World
@@ -67,5 +68,7 @@ def _is_stuck(instance: Instance) -> bool:
 
 def _measured(instance: Instance) -> ReplicaRecords:
     """What a replica did, each step with the part of its time that its decodes alone would have taken."""
-    records = instance.log.records()
-    return replace(records, steps=with_decode_times(records.steps, instance.executor, instance.log.latency_ns()))
+    records, executor = instance.log.records(), instance.executor
+    if instance.slowed and isinstance(executor, SimExecutor):
+        executor = SlowedPrices(executor, instance.slowed, len(records.steps))
+    return replace(records, steps=with_decode_times(records.steps, executor, instance.log.latency_ns()))

@@ -69,6 +69,10 @@ class Stay(NamedTuple):
     """Its row in the table of stays."""
     sent_ns: int
     num_known_blocks: int
+    is_there: bool = True
+    """Whether the engine has got it; not yet where it is on its way, and never where the replica is dead."""
+    is_unheard: bool = False
+    """Whether the replica was dead already when it was sent there."""
 
 
 class Instance:
@@ -92,6 +96,8 @@ class Instance:
         self.log = log
         self.executor: Executor = replica.executor
         """As it is when it is not slow."""
+        self.slowed: list[SlowedExecutor] = []
+        """Those that ran its steps when it was slow, in turn."""
         self.state = State.STARTING
         self.stays: dict[Request, Stay] = {}
         self.ordered_ns = ordered_ns
@@ -104,6 +110,10 @@ class Instance:
     def scheduler(self) -> SchedulerProtocol:
         """Its engine's scheduler."""
         return self.replica.scheduler
+
+    def num_emitted_tokens(self, request: Request) -> int:
+        """Output tokens that a request of its stays has got here."""
+        return self.scheduler.num_emitted_tokens(request) if self.stays[request].is_there else 0
 
 
 class FleetServer:
@@ -130,6 +140,10 @@ class FleetServer:
         self._router = make_router(fleet.routing, world)
         self._at: dict[Request, Instance] = {}
         self._attempts: dict[Request, int] = {}
+        self._refusers: dict[Request, list[Backend]] = {}  # dead replicas that let a request down
+        self._unnoticed: dict[Instance, None] = {}  # dead, and nobody knows; in the order of their deaths
+        self._round_trip_ns = 2 * fleet.network_ns
+        self._num_on_way = 0
         self._ready: list[Instance] = []
         self._ready_backends: list[Backend] = []
         self._factor: dict[tuple[int, int], float] = {}
@@ -173,17 +187,17 @@ class FleetServer:
         instance = self._at.get(request)
         if instance is None:
             self._waiting.remove(request)
-            self._attempts.pop(request, None)
+            self._forget_attempts(request)
             self._world.call_in(REPLY_NS, self._let_in)  # the next may fit where this one did not
             return 0
-        num_emitted = instance.replica.abort(request)
+        num_emitted = instance.replica.abort(request) if instance.stays[request].is_there else 0
         self._left(request, Fate.ABORTED, num_emitted)
         return num_emitted
 
     def num_emitted_tokens(self, request: Request, replica: int) -> int:  # noqa: ARG002
         """Output tokens that a request has got."""
         instance = self._at.get(request)
-        return 0 if instance is None else instance.scheduler.num_emitted_tokens(request)
+        return 0 if instance is None else instance.num_emitted_tokens(request)
 
     def end_of_input(self) -> None:
         """No more requests will be submitted."""
@@ -216,8 +230,14 @@ class FleetServer:
         return True
 
     def _candidates(self, request: Request) -> list[Backend]:
-        """Replicas that may be given the request: ready, with room, and of a pool that its prompt fits."""
+        """Replicas that may be given the request: ready as far as is known, with room, and of a pool that it fits.
+
+        One that a dead replica let down is not sent there again.
+        """
         backends = self._ready_backends
+        if self._refusers:
+            refusers = self._refusers.get(request, ())
+            backends = [backend for backend in backends if backend not in refusers]
         if self._has_limits:
             backends = [backend for backend in backends if backend.has_room]
         if len(self._lengths) > 1:
@@ -231,16 +251,64 @@ class FleetServer:
         )
 
     def _send(self, request: Request, instance: Instance, num_known_blocks: int) -> None:
+        number, is_dead = self._num_stays, instance.state is State.GONE
+        is_there = not is_dead and not self._round_trip_ns
+        if is_there:
+            self._hand_in(request, instance)
+        else:
+            self._num_on_way += 1
+            delay_ns = self._round_trip_ns + (REPLY_NS if is_dead else 0)
+            self._world.call_in(delay_ns, lambda _: self._arrive(request, number))
+        instance.stays[request] = Stay(number, self._world.now_ns, num_known_blocks, is_there, is_dead)
+        instance.backend.num_in_flight += 1
+        self._num_stays += 1
+        self._at[request] = instance
+        self._attempts[request] = self._attempts.get(request, 0) + 1
+
+    def _hand_in(self, request: Request, instance: Instance) -> None:
+        """The replica's engine gets the request.  Raises ValueError if it refuses."""
         pool = self.fleet.pools[instance.pool]
         _check_limits(request, instance.scheduler, pool)
         if len(self.fleet.pools) > 1:
             request.keys = block_keys(self._workload, int(request.request_id), pool.system.config.block_size)
         self._submit(request, instance)
-        instance.stays[request] = Stay(self._num_stays, self._world.now_ns, num_known_blocks)
-        instance.backend.num_in_flight += 1
-        self._num_stays += 1
-        self._at[request] = instance
-        self._attempts[request] = self._attempts.get(request, 0) + 1
+
+    def _arrive(self, request: Request, number: int) -> None:
+        """A request of that stay comes to its replica, or to what is left of it."""
+        self._num_on_way -= 1
+        instance = self._at.get(request)
+        stay = None if instance is None else instance.stays[request]
+        if instance is None or stay is None or stay.number != number:
+            self._tell_of_the_end()
+            return  # it is not under way any more
+        if instance.state is not State.GONE:
+            self._come_to(request, instance)
+        elif not self.fleet.health.hang:
+            self._be_refused(request, instance)
+        self._tell_of_the_end()
+
+    def _come_to(self, request: Request, instance: Instance) -> None:
+        try:
+            self._hand_in(request, instance)
+        except ValueError:
+            self._turned_away(request)
+        else:
+            instance.stays[request] = instance.stays[request]._replace(is_there=True)
+
+    def _turned_away(self, request: Request) -> None:
+        """The engine that it came to did not take it in."""
+        self._rejected(request, self._world.now_ns)
+
+    def _be_refused(self, request: Request, instance: Instance) -> None:
+        """Nobody listens at a dead replica: the router tries another, unless it is not to try again."""
+        if self._lose(request, instance):
+            self._begin_again(request)
+            self._waiting.put_back_one(request)
+            self._world.call_in(REPLY_NS, self._let_in)
+
+    def _forget_attempts(self, request: Request) -> None:
+        self._attempts.pop(request, None)
+        self._refusers.pop(request, None)
 
     def _submit(self, request: Request, instance: Instance) -> None:
         instance.replica.submit(request)
@@ -251,7 +319,7 @@ class FleetServer:
         self._write_stay(request, instance, fate, num_emitted, self._world.now_ns)
         instance.backend.num_in_flight -= 1
         if fate is not Fate.LOST:
-            del self._attempts[request]
+            self._forget_attempts(request)
         if self._waiting:
             self._world.call_in(REPLY_NS, self._let_in)
         if instance.state is State.DRAINING and not instance.stays:
@@ -270,7 +338,7 @@ class FleetServer:
                 return False
         except ValueError:
             self._waiting.remove(request)
-            self._attempts.pop(request, None)
+            self._forget_attempts(request)
             self._answers.rejected(request, self._world.now_ns)
             return True
         self._waiting.remove(request)
@@ -283,7 +351,7 @@ class FleetServer:
 
     def _tell_of_the_end(self) -> None:
         """Once nothing waits here either, the engines need not wait for company any longer."""
-        if self._input_has_ended and not self._waiting and not self._end_was_told:
+        if self._input_has_ended and not self._waiting and not self._num_on_way and not self._end_was_told:
             self._end_was_told = True
             for instance in self.instances:
                 if instance.state is not State.GONE:
@@ -339,15 +407,28 @@ class FleetServer:
             return
         instance.state = State.READY
         instance.ready_ns = self._world.now_ns
+        self._take_place(instance)
         self._note_who_is_ready()
         if self._end_was_told:
             instance.replica.end_of_input()
         if self._waiting:
             self._let_in()
 
+    def _take_place(self, heir: Instance) -> None:
+        """Where a dead replica was that nobody had noticed, its heir answers from now on."""
+        for dead in list(self._unnoticed):
+            if (dead.pool, dead.place) == (heir.pool, heir.place):
+                self._notice(dead)
+
     def _note_who_is_ready(self) -> None:
         self._ready = [instance for instance in self.instances if instance.state is State.READY]
-        self._ready_backends = [instance.backend for instance in self._ready]
+        self._ready_backends = [instance.backend for instance in self.instances if self._gets_requests(instance)]
+
+    def _gets_requests(self, instance: Instance) -> bool:
+        """Whether it is ready, as far as the router knows."""
+        if instance.state is State.READY:
+            return True
+        return bool(self._unnoticed) and instance in self._unnoticed and instance.draining_ns < 0
 
     def _dismiss(self, instance: Instance, timeout_ns: int | None) -> None:
         """It gets no more requests, finishes what it has and goes."""
@@ -368,34 +449,64 @@ class FleetServer:
             self._end(instance, Death.SCALED_DOWN)
 
     def _end(self, instance: Instance, death: Death) -> None:
-        """The replica is gone at once, with all that it held."""
-        instance.state, instance.death, instance.gone_ns = State.GONE, death, self._world.now_ns
+        """The replica is gone at once, with all that it held; of a crash the router may hear later."""
+        health, now_ns, was_started = self.fleet.health, self._world.now_ns, instance.ready_ns >= 0
+        instance.state, instance.death, instance.gone_ns = State.GONE, death, now_ns
+        if death is not Death.CRASH or not health.has_delay or not was_started:
+            self._note_who_is_ready()
+            self._router.forget(instance.backend)
+            instance.replica.stop()
+            self._lose_all(instance)
+            return
+        last = instance.backend.probe()
+        instance.backend.probe = lambda: last
+        self._unnoticed[instance] = None
+        self._note_who_is_ready()
+        instance.replica.stop()
+        self._world.call_in(health.noticed_ns(instance.ready_ns, now_ns) - now_ns, self._notice, instance)
+        if not health.hang:
+            self._lose_all(instance)
+
+    def _notice(self, instance: Instance) -> None:
+        """The router knows from now on that a replica is dead, and gives up what it had there."""
+        if instance not in self._unnoticed:
+            return
+        del self._unnoticed[instance]
         self._note_who_is_ready()
         self._router.forget(instance.backend)
-        instance.replica.stop()
+        self._lose_all(instance)
+
+    def _lose_all(self, instance: Instance) -> None:
         again = [request for request in list(instance.stays) if self._lose(request, instance)]
         for request in again:
-            _begin_anew(request)
-            self._sender.placed(request, NOT_PLACED)
+            self._begin_again(request)
         if again:
-            self._end_was_told = False
             self._waiting.put_back(again)
             self._world.call_in(REPLY_NS, self._let_in)
 
+    def _begin_again(self, request: Request) -> None:
+        """It waits for another replica, as it was when its client sent it."""
+        _begin_anew(request)
+        self._sender.placed(request, NOT_PLACED)
+        self._end_was_told = False
+
     def _lose(self, request: Request, instance: Instance) -> bool:
         """Take a request off a replica that is gone; returns whether it is to be tried again."""
-        fleet, scheduler = self.fleet, instance.scheduler
-        num_emitted = scheduler.num_emitted_tokens(request)
-        spans = scheduler.token_spans(request)
+        fleet, scheduler, is_there = self.fleet, instance.scheduler, instance.stays[request].is_there
+        num_emitted = instance.num_emitted_tokens(request)
+        spans = scheduler.token_spans(request) if is_there else []
         is_tried_again = self._attempts[request] < fleet.max_attempts and (
             fleet.on_crash == "retry" or (fleet.on_crash == "retry_unstarted" and request.first_token_ns < 0)
         )
         if not is_tried_again:
             instance.log.write_spans(request, spans)
-        scheduler.abort(request)
+        if is_there:
+            scheduler.abort(request)
         self._left(request, Fate.LOST, num_emitted)
+        if is_tried_again and instance in self._unnoticed:
+            self._refusers.setdefault(request, []).append(instance.backend)
         if not is_tried_again:
-            del self._attempts[request]
+            self._forget_attempts(request)
             request.num_emitted = num_emitted
             self._answers.lost(request, self._world.now_ns)
         return is_tried_again
@@ -440,8 +551,11 @@ class FleetServer:
 
     def _set_speed(self, instance: Instance) -> None:
         factor = self._factor.get((instance.pool, instance.place), 1.0)
-        executor = instance.executor
-        instance.replica.executor = executor if abs(factor - 1.0) < 1e-9 else SlowedExecutor(executor, factor)
+        if abs(factor - 1.0) < 1e-9:
+            instance.replica.executor = instance.executor
+            return
+        instance.slowed.append(SlowedExecutor(instance.executor, factor))
+        instance.replica.executor = instance.slowed[-1]
 
     # -- what is looked at again and again
 
@@ -510,6 +624,7 @@ class FleetServer:
 
     def _write_stay(self, request: Request, instance: Instance, fate: Fate, num_emitted: int, ended_ns: int) -> None:
         stay = instance.stays.pop(request)
+        fate = Fate.UNHEARD if stay.is_unheard else fate
         row = int(request.request_id)
         self._stays.append(
             [row, instance.number, stay.sent_ns, ended_ns, fate, num_emitted, stay.num_known_blocks, stay.number]
@@ -519,8 +634,7 @@ class FleetServer:
         """Lives, stays and scalings; to be asked once, when the run is over."""
         for instance in self.instances:
             for request in list(instance.stays):
-                num_emitted = instance.scheduler.num_emitted_tokens(request)
-                self._write_stay(request, instance, Fate.OPEN, num_emitted, -1)
+                self._write_stay(request, instance, Fate.OPEN, instance.num_emitted_tokens(request), -1)
         lives = Rows(LifeTable)
         for each in self.instances:
             lives.append(

@@ -92,6 +92,7 @@ _METRICS: dict[str, tuple[str, str, Better]] = {
     "total_token_throughput": ("total token throughput", "tok/s", "higher"),
     "max_output_tokens_per_s": ("peak output token throughput", "tok/s", "higher"),
     "offered_request_rate": ("offered request rate", "req/s", ""),
+    "servable_request_rate": ("offered request rate within max_model_len", "req/s", ""),
     "utilisation": ("utilisation (rho)", "", ""),
     "busy_share": ("busy", "%", ""),
     "batch_size_mean": ("mean batch size", "", ""),
@@ -234,7 +235,8 @@ class ComparedRun:
             case "failed_share":
                 return self._ratio("failed", "num_prompts")
             case "capacity":
-                return self._ratio("offered_request_rate", "utilisation")
+                can_be_served = self.number("servable_request_rate") is not None
+                return self._ratio("servable_request_rate" if can_be_served else "offered_request_rate", "utilisation")
         value = None if self.summary is None else self.summary.get(key)
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None
@@ -477,14 +479,16 @@ class ComparedRuns:
     def is_doubtful(self, run: ComparedRun) -> bool:
         """Whether its latencies are not to be ranked: it was overloaded, or more than a few requests failed.
 
-        Requests that no variant could ever serve at this place (``unservable``) are not counted against one.
+        Requests that no variant could ever serve at this place (``unservable``) are not counted against one, where
+        there are others: alone, or along an axis of max_model_len, it is held against those at other places.
         """
         if run.is_hopeless:
             return True
         failed, num_prompts = run.number("failed"), run.number("num_prompts")
         if not failed or not num_prompts:
             return False
-        mine = [self.run(name, run.place) for name in self.variants]
+        is_own_doing = len(self.variants) == 1 or (self.axis is not None and self.axis.key == "max_model_len")
+        mine = self.runs if is_own_doing else [self.run(name, run.place) for name in self.variants]
         nobodys = min(each.number("unservable") or 0.0 for each in mine if each.summary is not None)
         return failed - nobodys > MOST_FAILED * (num_prompts - nobodys)
 

@@ -35,10 +35,12 @@ class ReplicaStats:
     death: str
     """``none``, ``crash`` or ``scaled_down``."""
     num_requests: int
-    """Requests that were sent there."""
+    """Requests that were sent there while it lived."""
     num_finished: int
     num_lost: int
     """Requests that it took along when it went."""
+    num_unheard: int
+    """Requests that were sent there when it was dead and the router had not noticed."""
     output_tokens: int
     """Of the requests that finished there."""
     busy_share: float | None
@@ -66,8 +68,9 @@ class PoolStats:
     """Paid for: from when each was ordered until it was gone."""
     gpu_hours: float
     num_requests: int
+    """Requests that were sent to living ones."""
     request_share: float | None
-    """Share of all requests sent."""
+    """Share of all those that were."""
     num_finished: int
     num_lost: int
     busy_share: float | None
@@ -112,6 +115,12 @@ class FleetStats:
     num_crashes: int
     num_missed_faults: int
     """Faults that did not happen: all was over by then, or there was no replica to crash."""
+    num_unheard_stays: int
+    """Times that a request was sent to a replica that was dead already, which the router had not noticed."""
+    num_unheard_requests: int
+    """Requests to which that happened."""
+    time_at_dead_s: float
+    """Request-seconds at dead replicas: until a request was refused, its client gave up or the router noticed."""
     num_lost_stays: int
     """Times that a request lost its replica."""
     num_retried_requests: int
@@ -141,6 +150,7 @@ def fleet_stats(records: Records, start_ns: int, end_ns: int, percentiles: Seque
     waited_ns = stays.sent_ns[first] - records.requests.arrival_ns[stays.request[first]]
     ready_mean, ready_peak, ready_min = _ready(lives, np.ones(len(lives), np.bool_), start_ns, end_ns)
     paid_ns = held_ns(records, start_ns, end_ns)
+    unheard = stays.fate == Fate.UNHEARD
     gpus = [fleet.pools[pool].num_gpus for pool in lives.pool.tolist()]
     return FleetStats(
         router=fleet.router,
@@ -158,6 +168,9 @@ def fleet_stats(records: Records, start_ns: int, end_ns: int, percentiles: Seque
         gpu_hours=_hours(sum(time * count for time, count in zip(paid_ns, gpus, strict=True))),
         num_crashes=int((lives.death == Death.CRASH).sum()),
         num_missed_faults=fleet.num_missed_faults,
+        num_unheard_stays=int(unheard.sum()),
+        num_unheard_requests=len(np.unique(stays.request[unheard])),
+        time_at_dead_s=_dead_ns(fleet, records.end_ns) / NS_PER_S,
         num_lost_stays=int((stays.fate == Fate.LOST).sum()),
         num_retried_requests=_num_retried(fleet),
         num_lost_requests=int((records.requests.outcome == Outcome.LOST).sum()),
@@ -201,9 +214,10 @@ def _replica(records: Records, fleet: FleetRecords, number: int, start_ns: int, 
         ready_s=None if ready_ns < 0 else ready_ns / NS_PER_S,
         gone_s=None if gone_ns < 0 else gone_ns / NS_PER_S,
         death=Death(int(lives.death[number])).name.lower(),
-        num_requests=len(fates),
+        num_requests=int((fates != Fate.UNHEARD).sum()),
         num_finished=int((fates == Fate.FINISHED).sum()),
         num_lost=int((fates == Fate.LOST).sum()),
+        num_unheard=int((fates == Fate.UNHEARD).sum()),
         output_tokens=int(table.num_output_tokens[finished].sum()),
         busy_share=ratio(float(duration.sum()), there_ns),
         num_running_mean=ratio(weighted_sum(own.steps.num_running, duration), there_ns),
@@ -230,7 +244,8 @@ def _pool(
     own = [replicas[each] for each in numbers.tolist()]
     served = np.isin(table.replica, numbers)
     done = served & (table.outcome == Outcome.FINISHED)
-    sent = int(np.isin(stays.replica, numbers).sum())
+    heard = stays.fate != Fate.UNHEARD
+    sent = int(np.isin(stays.replica[heard], numbers).sum())
     mean, peak, _ = _ready(lives, mine, *window)
     gpu_hours = facts.num_gpus * _hours(sum(held[each] for each in numbers.tolist()))
     weights = [there_ns[each] for each in numbers.tolist()]
@@ -249,7 +264,7 @@ def _pool(
         replica_hours=gpu_hours / facts.num_gpus,
         gpu_hours=gpu_hours,
         num_requests=sent,
-        request_share=ratio(sent, len(stays)),
+        request_share=ratio(sent, int(heard.sum())),
         num_finished=sum(each.num_finished for each in own),
         num_lost=sum(each.num_lost for each in own),
         busy_share=averaged([each.busy_share for each in own]),
@@ -273,6 +288,13 @@ def _num_retried(fleet: FleetRecords) -> int:
     """Requests that came to more than one replica, but for prefill replicas that handed them on."""
     ended_there = fleet.stays.fate != Fate.PREFILLED
     return int((np.bincount(fleet.stays.request[ended_there]) > 1).sum())
+
+
+def _dead_ns(fleet: FleetRecords, end_ns: int) -> int:
+    """Time that requests spent at replicas after those had died."""
+    stays, gone_ns = fleet.stays, fleet.lives.gone_ns[fleet.stays.replica]
+    until_ns = np.where(stays.ended_ns < 0, end_ns, stays.ended_ns)
+    return int((until_ns - np.maximum(stays.sent_ns, gone_ns))[gone_ns >= 0].clip(min=0).sum())
 
 
 def _first_stays(fleet: FleetRecords) -> IntArray:
@@ -322,7 +344,8 @@ def _scalings(fleet: FleetRecords) -> tuple[Scaling, ...]:
 def _imbalance(records: Records, start_ns: int, end_ns: int) -> float | None:
     assert records.fleet is not None, "fleet_stats asks"
     there = np.array(present_ns(records, start_ns, end_ns), np.float64)
-    counts = np.bincount(records.fleet.stays.replica, minlength=len(there))
+    stays = records.fleet.stays
+    counts = np.bincount(stays.replica[stays.fate != Fate.UNHEARD], minlength=len(there))
     rates = counts[there > 0] / there[there > 0]
     return ratio(float(rates.max(initial=0.0)), float(rates.mean())) if len(rates) else None
 

@@ -25,6 +25,9 @@ COUNTS = (
 STATISTICS = ("mean", "median", "std", "min", "max")
 MEAN_PEAK = ("mean", "peak")
 
+MOST_FAILED_PERCENT = 1.0
+"""Percent of failed requests up to which the mean latency of the others is taken for that of all."""
+
 LATENCY_UNITS_MS = {"": 1.0, "us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1000.0, "min": 60_000.0}
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
@@ -122,6 +125,17 @@ class Slo:
     def percent(self) -> float | None:
         """The percentile that the statistic asks for, if it is one."""
         return float(self.statistic[1:]) if self.statistic and self.statistic[1:2].isdigit() else None
+
+    @property
+    def room_percent(self) -> float:
+        """So many of a hundred requests may never have an answer before a limit on a latency counts as missed.
+
+        A percentile of all requests leaves room for those beyond it, the maximum for none.  The mean and the standard
+        deviation of the others tell little of all once more than ``MOST_FAILED_PERCENT`` are missing.
+        """
+        if self.percent is not None:
+            return round(100 - self.percent, 9)
+        return {"median": 50.0, "min": 100.0, "max": 0.0}.get(self.statistic or "", MOST_FAILED_PERCENT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from windtunnel.sim.metrics.stability import Stability, Verdict, judge
 from windtunnel.sim.metrics.tenants import TENANT_KEYS, TenantsSummary, TenantStats, tenants_summary
 from windtunnel.sim.metrics.transfers import TransferStats, transfer_stats
 from windtunnel.sim.metrics.waste import SlotUse, TokenWaste, formation_wait_ns, mean_batch_size, slot_use, token_waste
+from windtunnel.sim.metrics.words import percent as in_percent
 from windtunnel.sim.metrics.words import plural, seconds
 from windtunnel.sim.records import IntArray, Outcome, Records, is_unservable
 from windtunnel.sim.workload import Workload
@@ -269,7 +270,7 @@ def summarize(
         max_output_tokens_per_s=peak_tokens_per_second(records),
         max_concurrent_requests=max_concurrent_requests(records),
         peak_concurrent_requests=peak_in_flight(*in_flight(records)),
-        request_rate=stability.offered_request_rate,
+        request_rate=_offered_rate(records, stability),
         max_concurrency=workload.max_concurrency,
         percentiles=tuple(percentiles),
         ttft=latency_stats(samples["ttft"], percentiles),
@@ -455,14 +456,23 @@ def _check(slo: Slo, summary: Summary, samples: _Samples) -> SloResult:
     return SloResult(slo, measured, slo.holds(measured) and is_promise, _note(slo, summary))
 
 
+def _offered_rate(records: Records, stability: Stability) -> float | None:
+    """Requests due per second, those that can never be served too, which stability and utilisation know nothing of."""
+    if not is_unservable(records).any():
+        return stability.offered_request_rate
+    due = records.requests.due_ns
+    due = due[(due >= 0) & (due <= records.end_ns)]
+    return per_second(len(due) - 1, int(np.ptp(due))) if len(due) > 1 else None
+
+
 def _failed_share(summary: Summary) -> float:
-    """Share of failed requests among those that could be served at all."""
-    return ratio(summary.failed - summary.unservable, summary.num_prompts - summary.unservable) or 0.0
+    """Share of the requests that never had their answer, for whatever reason."""
+    return ratio(summary.failed, summary.num_prompts) or 0.0
 
 
 def _fails_too_often(slo: Slo, summary: Summary) -> bool:
-    """Whether more requests failed than a percentile of all of them leaves room for: those never had an answer."""
-    return slo.unit == "ms" and slo.percent is not None and 100 * _failed_share(summary) > 100 - slo.percent
+    """Whether more requests failed than the statistic leaves room for: each is later than any limit."""
+    return slo.unit == "ms" and 100 * _failed_share(summary) > slo.room_percent
 
 
 def _depends_on_the_end(slo: Slo) -> bool:
@@ -477,11 +487,19 @@ def _note(slo: Slo, summary: Summary) -> str:
         state = "one burst" if is_burst else stability.verdict.replace("_", " ")
         return f"not a steady state: {state}"
     if _fails_too_often(slo, summary):
-        room = f"{slo.statistic} of all requests leaves room for {100 - (slo.percent or 0):g} %"
-        return f"{100 * _failed_share(summary):.1f} % of the requests failed, {room}"
+        room = f"{slo.statistic} of all requests leaves room for {slo.room_percent:g} %"
+        return f"{in_percent(_failed_share(summary))} of the requests failed, {room}{_of_max_model_len(summary)}"
     if slo.unit == "ms" and summary.failed:
         return f"over the {summary.completed:,} finished requests only"
     return ""
+
+
+def _of_max_model_len(summary: Summary) -> str:
+    """How many of the failed requests no load is to blame for, and the remedy."""
+    if not summary.unservable:
+        return ""
+    many = "all of them" if summary.unservable == summary.failed else f"{summary.unservable:,} of {summary.failed:,}"
+    return f"; {many} were refused because of max_model_len: raise it, or leave those rows out"
 
 
 def _measure(slo: Slo, summary: Summary, samples: _Samples) -> float | None:
@@ -671,6 +689,7 @@ def _our_keys(summary: Summary) -> dict[str, Any]:
     return {
         "windtunnel_schema_version": SCHEMA_VERSION,
         "offered_request_rate": summary.request_rate,
+        "servable_request_rate": summary.stability.offered_request_rate,
         **_latency_keys("queue_time", summary.queue_time),
         "rejected": summary.rejected,
         "unservable": summary.unservable,
@@ -841,6 +860,9 @@ def _fleet_keys(of: FleetStats) -> dict[str, Any]:
     return {
         "router": of.router,
         "lost": of.num_lost_requests,
+        "sends_to_dead": of.num_unheard_stays,
+        "requests_sent_to_dead": of.num_unheard_requests,
+        "time_at_dead_s": of.time_at_dead_s,
         "lost_stays": of.num_lost_stays,
         "lost_output_tokens": of.lost_output_tokens,
         "retried_requests": of.num_retried_requests,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from windtunnel.sim.fleet.records import Fate
 from windtunnel.sim.records import IntArray, Outcome, Records
 
 NS_PER_S = 1_000_000_000
@@ -35,7 +36,8 @@ class TokenWaste:
     rejected_draft_tokens: int = 0
     """Draft tokens that the model did not agree with, or that came after an answer's end (speculative decoding)."""
     abandoned_tokens: int = 0
-    """Computed for requests whose client gave up, or whose replica went away, before the answer was complete."""
+    """Computed for requests whose client gave up, or whose replica went away, before the answer was complete; also
+    where another replica began anew."""
 
     @property
     def wasted_share(self) -> float | None:
@@ -86,8 +88,30 @@ def token_waste(records: Records) -> TokenWaste:
         straggler = min(rest, max(0, num_decodes - int(fed_back[begun].sum())))
         return TokenWaste(computed, useful, recomputed, rest - straggler, straggler, 0, abandoned)
     if any(len(replica.drafts) for replica in records.replicas):
-        return TokenWaste(computed, useful, recomputed, 0, 0, rest, abandoned)
+        lost = min(max(0, rest - _num_rejected(records)), _most_lost(records))
+        return TokenWaste(computed, useful, recomputed, 0, 0, rest - lost, abandoned + lost)
     return TokenWaste(computed, useful, recomputed, 0, 0, 0, abandoned + rest)
+
+
+def _num_rejected(records: Records) -> int:
+    """Draft tokens that steps verified and that did not hold."""
+    steps = [replica.steps for replica in records.replicas]
+    return sum(int((each.num_draft_tokens - each.num_accepted_tokens).sum()) for each in steps)
+
+
+def _most_lost(records: Records) -> int:
+    """What requests that were tried again had computed at replicas that went away, at most.
+
+    Less, where prompts were cached or not computed to their end.  It only divides what is neither useful nor a draft
+    that did not hold; the rest of that came after the ends of answers.
+    """
+    if records.fleet is None:
+        return 0
+    stays, table = records.fleet.stays, records.requests
+    ended_there = (table.outcome == Outcome.LOST)[stays.request] & (table.replica[stays.request] == stays.replica)
+    again = (stays.fate == Fate.LOST) & ~ended_there
+    fed_back = (stays.num_output_tokens - 1).clip(min=0)
+    return int((table.num_prompt_tokens[stays.request] + fed_back)[again].sum())
 
 
 def slot_use(records: Records) -> SlotUse:

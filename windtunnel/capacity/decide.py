@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import inf, isfinite, log
+from math import copysign, inf, isfinite, log
 from typing import Any
 
 from windtunnel.capacity.binding import LIMITS, Binding, binding_of
@@ -32,6 +32,8 @@ SHARE_SKEWNESS = 0.5
 """The same of the share of requests above a percentile, whose error is taken where the share is what it must be: with 2
 no rate above the true one was said to hold in 320 searches on M/M/1 queues, with this in 2.5 % of them (5 % are
 allowed), and the intervals are about an eighth shorter."""
+_MANY = 1e4
+"""More than there are replications: where one of so many has NEVER_MS, their mean is still beyond any real latency."""
 OVERLOADED = 0.5
 """Share of replications that look overloaded from which on a load fails."""
 
@@ -100,6 +102,14 @@ class Verdict:
     """90th percentile of the time from first step to last, mean over replications."""
     num_preemptions: int
     """Of all replications."""
+    unservable_share: float = 0.0
+    """Share of the counted requests that were refused because of max_model_len."""
+
+    @property
+    def refuses_too_many(self) -> Slo | None:
+        """The objective that fails at any rate, since too many requests do not fit max_model_len; None without one."""
+        broken = (each.slo for each in self.measured if each.status is Status.FAILS)
+        return next((slo for slo in broken if 100 * self.unservable_share > room_percent(slo)), None)
 
     @property
     def margin(self) -> float:
@@ -128,7 +138,18 @@ def decide(evaluations: Sequence[Evaluation], objectives: Sequence[Slo], confide
         binding=binding_of(shares),
         service_s=sum(each.service_s for each in evaluations) / num,
         num_preemptions=sum(each.num_preemptions for each in evaluations),
+        unservable_share=sum(each.num_unservable for each in evaluations)
+        / max(sum(each.num_counted for each in evaluations), 1),
     )
+
+
+def room_percent(slo: Slo) -> float:
+    """So many of a hundred requests may be refused before the objective is missed, whatever becomes of the others."""
+    if slo.unit == "ms":
+        return slo.room_percent
+    if slo.metric == "goodput":
+        return 100 - slo.limit
+    return slo.limit if slo.metric == "failed" else 100.0
 
 
 def _status(evaluations: Sequence[Evaluation], measured: Sequence[Measured], overloaded: float) -> Status:
@@ -190,7 +211,7 @@ def _of_share(found: Interval, slo: Slo, evaluations: Sequence[Evaluation], conf
 
 def _finite(value: float) -> float:
     """A latency that stands for requests without an answer is infinite."""
-    return inf if value >= NEVER_MS / 2 else value
+    return copysign(inf, value) if abs(value) >= NEVER_MS / _MANY else value
 
 
 def _over(value: float, limit: float) -> float:

@@ -98,6 +98,8 @@ class Evaluation:
     num_preemptions: int
     noise: float
     """Squared coefficients of variation of the gaps and of the work, summed: how rough the traffic is (1 is M/D/1)."""
+    num_unservable: int = 0
+    """Counted requests that were refused because of max_model_len: at any rate they would be."""
 
     @property
     def is_overloaded(self) -> bool:
@@ -129,6 +131,7 @@ class Evaluation:
             "service_s": self.service_s,
             "num_preemptions": self.num_preemptions,
             "noise": self.noise,
+            "num_unservable": self.num_unservable,
         }
 
     @classmethod
@@ -188,6 +191,7 @@ class Evaluator:
             service_s=service_ns / NS_PER_S,
             num_preemptions=int(records.requests.num_preemptions.sum()),
             noise=traffic_noise(workload),
+            num_unservable=int((counted & is_unservable(records)).sum()),
         )
 
     def _seeded(self, seed: int) -> System | Fleet:
@@ -203,8 +207,7 @@ class Evaluator:
         if slo.metric in LATENCIES:
             of = _latencies(seen, slo.metric)
             if slo.percent is None and slo.statistic != "median":
-                value = of.mean() if slo.statistic == "mean" else of.std()
-                return (None if value is None else value / NS_PER_MS), None
+                return _of_the_others(of, slo, seen, counted), None
             return _with_failures(of, slo, seen, counted)
         if slo.metric == "goodput":
             assert self.goodput is not None
@@ -256,7 +259,7 @@ def _counted(records: Records, workload: Workload, service_ns: float, ramp: bool
     The load is what it is meant to be only while new conversations still begin.
     """
     table = records.requests
-    there = (table.due_ns >= 0) & ~is_unservable(records)
+    there = table.due_ns >= 0
     is_first = workload.previous < 0
     due = np.sort(table.due_ns[there & is_first])
     if not len(due):
@@ -300,15 +303,62 @@ def _with_failures(
 ) -> tuple[FloatArray | None, IntArray | None]:
     """The values in ms, and one that is later than any limit for each request that never had its answer.
 
-    Gaps between tokens know no such request; they are those of the finished ones.
+    Gaps between tokens know no such request: they are those of the finished ones, and all later than any limit where
+    more requests failed than the statistic leaves room for.
     """
     values = of.values / NS_PER_MS
-    num_failed = 0 if slo.metric == "itl" else int(_failed(seen, counted).sum())
-    if num_failed:
+    num_failed = int(_failed(seen, counted).sum())
+    if slo.metric == "itl":
+        if len(values) and 100 * num_failed > slo.room_percent * int(counted.sum()):
+            values = np.full_like(values, NEVER_MS)
+    elif num_failed:
         values = np.concatenate((values, np.full(num_failed, NEVER_MS)))
     if not len(values):
         return None, None
     return values, None if of.ranks is None else of.weights
+
+
+def _of_the_others(of: Sample, slo: Slo, seen: Records, counted: np.ndarray) -> float | None:
+    """Mean or standard deviation in ms of those that had their answer; later than any limit where too few had one."""
+    num_failed = int(_failed(seen, counted).sum())
+    if 100 * num_failed > slo.room_percent * int(counted.sum()):
+        return NEVER_MS
+    value = of.mean() if slo.statistic == "mean" else of.std()
+    return None if value is None else value / NS_PER_MS
+
+
+def counted_values(
+    records: Records, workload: Workload, objectives: Sequence[Slo], goodput: GoodputLimits | None, *, ramp: bool
+) -> tuple[list[float | None], int] | None:
+    """What objectives on latencies and goodput measure, each in its unit (None for other objectives), and over how
+    many requests; None where these are so few that the run is too short to leave any out.
+
+    With ``ramp``, for a load that is steady, over the requests that met the system in its usual state: those of the
+    ramp, and those beside which it empties, are left out; else over all.  A request that never had its answer has a
+    latency of ``NEVER_MS``.
+    """
+    counted, _, _ = _counted(records, workload, _service_ns(records, workload), ramp)
+    num_counted = int(counted.sum())
+    if num_counted < len(workload) / 4:
+        return None
+    seen = _only(records, counted)
+    return [_counted_value(slo, goodput, seen, counted) for slo in objectives], num_counted
+
+
+def _counted_value(slo: Slo, goodput: GoodputLimits | None, seen: Records, counted: np.ndarray) -> float | None:
+    if slo.metric == "goodput" and goodput is not None and slo.unit == "%":
+        share = ratio(_num_good(seen, goodput), int(counted.sum()))
+        return None if share is None else 100 * share
+    if slo.metric not in LATENCIES:
+        return None
+    of = _latencies(seen, slo.metric)
+    if slo.percent is None and slo.statistic != "median":
+        return _of_the_others(of, slo, seen, counted)
+    values, weights = _with_failures(of, slo, seen, counted)
+    if values is None:
+        return None
+    found = Sample(values, None if weights is None else np.cumsum(weights))
+    return found.median() if slo.percent is None else found.percentile(slo.percent)
 
 
 def _failed(seen: Records, counted: np.ndarray) -> np.ndarray:

@@ -23,21 +23,23 @@ from windtunnel.capacity.text import (
     scenario_name,
 )
 from windtunnel.reports.figures import Figure, Trace
-from windtunnel.reports.files import atomic_writer
 from windtunnel.reports.page import (
     answer_box,
     badge,
     cell,
     cell_html,
     code,
+    evidence_badge,
     figure,
+    masthead,
     navigation,
-    page_end,
-    page_head,
     section,
+    stated_box,
     table,
+    write_page,
 )
 from windtunnel.reports.values import plain
+from windtunnel.sim.cost.evidence import evidence_of_run
 from windtunnel.sim.metrics.slo import Slo
 from windtunnel.sim.metrics.words import count, digits, percent
 
@@ -79,18 +81,20 @@ _PATTERNS = {"max_num_seqs": "/", "max_num_batched_tokens": "\\", "kv_blocks": "
 
 def write_html(path: str | Path, found: MaxRate) -> None:
     """Write the report; the same answer gives the same bytes.  Raises OSError if it cannot be written."""
-    with atomic_writer(path) as file:
-        for part in _page(found):
-            file.write(part)
-            file.write("\n")
-
-
-def _page(found: MaxRate) -> Iterator[str]:
     curves = [_curve(found, number, slo) for number, slo in enumerate(found.objectives)]
     shares = _shares_figure(found)
-    title = _title(found)
-    yield from page_head(title, skip_to="curve")
-    yield f'<header>\n<h1>{escape(title)}</h1>\n<p class="what">{_what(found)}</p>\n</header>\n<main>'
+    write_page(
+        path,
+        _title(found),
+        _body(found, curves, shares),
+        skip_to="curve",
+        head=masthead(_title(found), _what(found)),
+        foot=f"Searched with windtunnel {__version__}.",
+        drawn=[*curves, shares],
+    )
+
+
+def _body(found: MaxRate, curves: Sequence[Figure], shares: Figure) -> Iterator[str]:
     sentences = [f"{found.reason}.", *saturation_words(found)]
     yield from answer_box(f"{headline(found)}.", sentences, _TONES[found.outcome])
     yield from _risk(found)
@@ -107,12 +111,6 @@ def _page(found: MaxRate) -> Iterator[str]:
     yield "</section>"
     yield from _rates(found)
     yield from _how(found)
-    yield "</main>"
-    yield (
-        f"<footer><p>Searched with windtunnel {escape(__version__)}. Figures by plotly.js (MIT licence), included in "
-        "this file.</p></footer>"
-    )
-    yield from page_end([*curves, shares])
 
 
 def _title(found: MaxRate) -> str:
@@ -126,15 +124,14 @@ def _what(found: MaxRate) -> str:
     hardware, meta = found.described["hardware"], found.described["metadata"]
     cards = f"{hardware['num_gpus']} x {hardware['gpu']}" if hardware["gpu"] else ""
     facts = [hardware["model"], cards, found.described["engine"], f"cost model {meta['cost_model']}"]
-    is_calibrated = bool(meta["cost_model_calibrated"])
-    mark = badge("good", "calibrated") if is_calibrated else badge("note", "uncalibrated")
+    mark = evidence_badge(evidence_of_run(found.described))
     return f"{' · '.join(escape(str(fact)) for fact in facts if fact)} {mark}"
 
 
 def _risk(found: MaxRate) -> Iterator[str]:
     """What the interval does not hold, where a reader sees it at once."""
     lines = [*basis(found), *found.notes]
-    yield f'<div class="stated" role="note">{"".join(f"<p>{escape(line)}</p>" for line in lines[1:])}</div>'
+    yield from stated_box(lines[1:], evidence_of_run(found.described))
 
 
 def _rates(found: MaxRate) -> Iterator[str]:

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windtunnel.capacity.binding import MEANING
-from windtunnel.capacity.decide import Status
+from windtunnel.capacity.decide import Status, room_percent
 from windtunnel.capacity.evaluate import Evaluator
 from windtunnel.capacity.runs import Simulations
 from windtunnel.capacity.sampling import source_of
 from windtunnel.capacity.search import Found, RateRow, Search, Settings
 from windtunnel.capacity.step_error import OtherSteps, other_steps
 from windtunnel.sim.metrics.slo import GoodputLimits, Slo, parse_slos
-from windtunnel.sim.metrics.words import count, digits, milliseconds
+from windtunnel.sim.metrics.words import count, digits, milliseconds, percent
 
 if TYPE_CHECKING:
+    from windtunnel.scenarios.load import Override
     from windtunnel.scenarios.resolve import Resolved
     from windtunnel.scenarios.schema import Scenario
     from windtunnel.workers import Workers
@@ -235,6 +236,14 @@ def _reason(found: Found, settings: Settings, row: RateRow) -> str:
                 "give more requests per run (--num-requests) to come closer"
             )
         case "idle_fails":
+            row = found.rows[0]
+            refusing = row.verdict.refuses_too_many
+            if refusing is not None:
+                return (
+                    f"{percent(row.verdict.unservable_share)} of the prompts do not fit max_model_len and are refused, "
+                    f"whatever the rate, and {refusing.text} leaves room for {room_percent(refusing):g} %: raise "
+                    "max_model_len, or leave those requests out"
+                )
             return f"no load is low enough: even a system that is nearly idle misses {_what_fails(found.rows[0])}"
         case "too_short":
             service_s = max(each.verdict.service_s for each in found.rows)
@@ -292,9 +301,10 @@ def load_deployment(
 ) -> Resolved:
     """The resolved scenario, with the overrides in place of what it says; a search varies its rate.
 
+    An override is a value, or an ``Override`` that says where it was given.
     Raises ValueError for overrides of a scenario that is resolved already, and as ``resolve`` does.
     """
-    from windtunnel.scenarios.load import Override, load_scenario
+    from windtunnel.scenarios.load import load_scenario
     from windtunnel.scenarios.resolve import Resolved, resolve
 
     if isinstance(scenario, Resolved):
@@ -303,9 +313,15 @@ def load_deployment(
         return scenario
     given = {"seed": seed, **overrides}
     loaded = load_scenario(
-        scenario, {key: Override(value, f"{key}=") for key, value in given.items() if value is not None}
+        scenario, {key: _as_override(key, value) for key, value in given.items() if value is not None}
     )
     return resolve(loaded)
+
+
+def _as_override(key: str, value: Any) -> Override:
+    from windtunnel.scenarios.load import Override
+
+    return value if isinstance(value, Override) else Override(value, f"{key}=")
 
 
 def _slos(objectives: str | Iterable[str | Slo]) -> tuple[Slo, ...]:

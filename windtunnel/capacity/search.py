@@ -191,7 +191,8 @@ class Search:
         for rate in self._candidates(top):
             if rate is None or rate in self._rows or len(self._rows) >= MAX_RATES:
                 break
-            self.judge(rate)
+            if self.judge(rate).verdict.refuses_too_many is not None:
+                break  # no other rate would refuse fewer
         low, high = self._low(), self._high()
         outcome = self._outcome(low, high, top)
         rate = self._point() if outcome == "found" else None

@@ -151,8 +151,8 @@ def _cost_lines(found: MaxRate) -> Iterator[str]:
     meta = found.described["metadata"]
     said = statement.sentences(found.described["cost"], None, has_noise=bool(meta.get("step_time_noise")))
     if not said:
-        uncalibrated = "" if meta["cost_model_calibrated"] else ", not calibrated: their error is not known"
-        said = (f"Step times are those of the cost model {meta['cost_model']}{uncalibrated}.",)
+        name = meta["cost_model"]
+        said = (f"Step times are those of the cost model {name}, uncalibrated: their error is not known.",)
     yield f"The interval is that of chance alone, not of the step times. {' '.join(said)}"
     known = [each for each in found.other_steps if each.rate is not None]
     if known:

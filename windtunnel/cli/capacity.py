@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from windtunnel.cli import options
 from windtunnel.cli.errors import EXIT_INTERNAL, EXIT_SLO_BREACHED, exit_code
 from windtunnel.cli.output import emit, note
 from windtunnel.cli.panels import flag
+from windtunnel.cli.settings import read_overrides, words_in
 
 if TYPE_CHECKING:
     from windtunnel.capacity.max_rate import MaxRate
     from windtunnel.capacity.search import RateRow
+    from windtunnel.scenarios.load import Override
 
+EXIT_UNDECIDED = 6
+"""More requests, or more replications, are needed: the search ended without an answer, or with a low end alone."""
 _WHAT, _RUN, _OUTPUT = "What is asked", "Run", "Output"
 
 
 def capacity(
-    scenario: Annotated[
-        str | None,
-        typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of a bundled one.", show_default=False),
-    ] = None,
-    slo: Annotated[
-        list[str] | None,
-        flag(_WHAT, "--slo", metavar="'ttft:p99<500ms'", help="An objective, in place of the scenario's; repeat it."),
-    ] = None,
-    goodput: Annotated[
-        list[str] | None,
-        flag(_WHAT, "--goodput", metavar="'ttft:500'", help="A limit on each request in ms; repeat it."),
-    ] = None,
+    scenario: Annotated[str | None, options.scenario_argument()] = None,
+    slo: Annotated[list[str] | None, options.slo(_WHAT)] = None,
+    goodput: Annotated[list[str] | None, options.goodput(_WHAT)] = None,
     settings: Annotated[
         list[str] | None,
         flag(_WHAT, "--set", metavar="KEY=VALUE", help="A setting in place of the scenario's; repeat it."),
@@ -56,28 +52,22 @@ def capacity(
     precision: Annotated[
         float, flag(_RUN, "--precision", metavar="SHARE", help="How close the ends of the answer are to come: 0.03.")
     ] = 0.03,
-    seed: Annotated[int | None, flag(_RUN, "--seed", metavar="N", min=0, help="Seed of all randomness.")] = None,
-    jobs: Annotated[
-        int | None,
-        flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work: all CPUs; same results."),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        flag(_RUN, "--ray", metavar="auto|ADDRESS|local:N", help="Let a Ray cluster do the work; same results."),
-    ] = None,
-    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON in place of the table.")] = False,
-    markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown in place of the table.")] = False,
+    seed: Annotated[int | None, options.seed(_RUN)] = None,
+    jobs: Annotated[int | None, options.jobs(_RUN)] = None,
+    ray: Annotated[str | None, options.ray(_RUN)] = None,
+    as_json: Annotated[bool, options.json_for_table(_OUTPUT)] = False,
+    markdown: Annotated[bool, options.markdown_for_table(_OUTPUT)] = False,
     html: Annotated[
         Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file with the curve.")
     ] = None,
-    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
+    quiet: Annotated[bool, options.quiet(_OUTPUT)] = False,
 ) -> None:
     """Find the largest rate of requests at which a deployment keeps its objectives, with an interval.
 
     The rate of the scenario is what is varied; its requests are drawn anew at each rate, and a trace is cut into
     windows that are scaled in time.  A rate holds, or fails, if the confidence bound on the objective says so; between
     the two lies the answer.  Where every latency depends on how long one looks, close to saturation, no point is given.
-    The exit code is 99 if no rate holds.
+    The exit code is 99 if no rate holds, 6 if chance leaves it open or the runs are too short.
 
     \b
     Examples:
@@ -91,7 +81,7 @@ def capacity(
     if html is not None:
         from windtunnel.rundir import check_can_write_file
 
-        check_can_write_file(html, inputs=(scenario, *_texts(overrides)))
+        check_can_write_file(html, inputs=(scenario, *words_in([given.value for given in overrides.values()])))
     found = _searched(
         scenario,
         overrides,
@@ -111,47 +101,27 @@ def capacity(
         if not quiet:
             note(f"wrote {html}")
     _print(found, as_json=as_json, markdown=markdown)
-    if found.outcome == "idle_fails":
-        raise typer.Exit(EXIT_SLO_BREACHED)
+    if found.outcome in _EXITS:
+        raise typer.Exit(_EXITS[found.outcome])
 
 
-def _texts(given: Any) -> Iterator[str]:
-    """All texts in the values of settings, whichever of them names a file that is read."""
-    if isinstance(given, str):
-        yield given
-    elif isinstance(given, Mapping):
-        for value in given.values():
-            yield from _texts(value)
-    elif isinstance(given, list):
-        for value in given:
-            yield from _texts(value)
+_EXITS = {"idle_fails": EXIT_SLO_BREACHED, "unresolved": EXIT_UNDECIDED, "too_short": EXIT_UNDECIDED}
+"""Outcomes that are no answer; close to saturation the rate that holds is one."""
 
 
-def _overrides(settings: Iterable[str], slo: list[str] | None, goodput: list[str] | None) -> dict[str, Any]:
-    from windtunnel.comparison_plan import setting_key
-    from windtunnel.sweeping.axes import read_value
+def _overrides(settings: Iterable[str], slo: list[str] | None, goodput: list[str] | None) -> dict[str, Override]:
+    """What was asked for in place of the scenario's settings, each with the flag that messages name."""
+    from windtunnel.scenarios.load import Override
 
-    found: dict[str, Any] = {}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip():
-            raise typer.BadParameter(f"{text!r} must read KEY=VALUE", param_hint="--set")
-        given = read_value(value.strip())
-        key = setting_key(name.strip().lstrip("-").replace("-", "_"), given)
-        if key in found:
-            raise typer.BadParameter(f"{key} is set twice: drop one of them", param_hint="--set")
-        found[key] = given
-    for key, option, texts in (("objectives", "--slo", slo), ("goodput", "--goodput", goodput)):
-        if texts and key in found:
-            raise typer.BadParameter(f"{option} and --set {key} say the same: drop one of them")
-        if texts:
-            found[key] = texts
-    return found
+    flags = {"--slo": ("objectives", slo), "--goodput": ("goodput", goodput)}
+    of_flags = {key: option for option, (key, texts) in flags.items() if texts}
+    found = read_overrides(settings, flags)
+    return {key: Override(value, of_flags.get(key, f"--set {key}")) for key, value in found.items()}
 
 
 def _searched(
     scenario: str | None,
-    overrides: dict[str, Any],
+    overrides: dict[str, Override],
     asked: dict[str, Any],
     *,
     jobs: int | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from windtunnel.cli import options
 from windtunnel.cli.errors import EXIT_INFEASIBLE
 from windtunnel.cli.output import emit, note, warn
 from windtunnel.cli.panels import flag
+from windtunnel.cli.results import check_files, check_one_form
+from windtunnel.cli.settings import read_setting
 
 if TYPE_CHECKING:
     from windtunnel.comparison import Comparison
@@ -27,7 +29,7 @@ NO_AXIS = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class _Wanted:
     """What is done with the result."""
 
     as_json: bool
@@ -88,7 +90,7 @@ def compare(
         list[str] | None,
         flag(_RUN, "--set", metavar="KEY=VALUE", help="A setting for all runs, in place of the scenario's; repeat it."),
     ] = None,
-    seed: Annotated[int | None, flag(_RUN, "--seed", metavar="N", min=0, help="Seed of all randomness.")] = None,
+    seed: Annotated[int | None, options.seed(_RUN)] = None,
     reps: Annotated[
         int,
         flag(
@@ -103,16 +105,14 @@ def compare(
         int, flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work; same results.")
     ] = 1,
     dry_run: Annotated[bool, flag(_RUN, "--dry-run", help="List the runs and what they set; run nothing.")] = False,
-    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON in place of the table.")] = False,
-    markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown in place of the table.")] = False,
+    as_json: Annotated[bool, options.json_for_table(_OUTPUT)] = False,
+    markdown: Annotated[bool, options.markdown_for_table(_OUTPUT)] = False,
     html: Annotated[
         Path | None,
         flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file with the curves."),
     ] = None,
-    csv: Annotated[
-        Path | None, flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a run with all of its numbers.")
-    ] = None,
-    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
+    csv: Annotated[Path | None, options.csv_of_runs(_OUTPUT)] = None,
+    quiet: Annotated[bool, options.quiet(_OUTPUT)] = False,
 ) -> None:
     """Run several variants (policies, settings) on one workload and compare them: who leads, by how much, and where
     their curves cross.
@@ -134,16 +134,15 @@ def compare(
       windtunnel compare runs/64-seed0 runs/64-seed1 runs/32-seed0 runs/32-seed1
     """
     is_its_own = not (variant or batching or over)
-    options = _Options(as_json, markdown, html, csv, quiet, with_purpose=is_its_own and not quiet)
-    if as_json and markdown:
-        raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
-    _check_outputs(options, targets or ())
+    wanted = _Wanted(as_json, markdown, html, csv, quiet, with_purpose=is_its_own and not quiet)
+    check_one_form(as_json=as_json, markdown=markdown)
+    _check_outputs(wanted, targets or ())
     if _are_runs(targets or ()):
         _refuse_with_runs(variant=variant, batching=batching, over=over, set=settings, seed=seed, dry_run=dry_run)
         _refuse_with_runs(reps=reps > 1)
         from windtunnel.comparison import compare_runs
 
-        _finish(compare_runs(targets or (), metrics=metric or (), baseline=baseline), options)
+        _finish(compare_runs(targets or (), metrics=metric or (), baseline=baseline), wanted)
         return
     plan = _plan(targets or [], variant, batching, over, metric, baseline, settings, seed, reps)
     if dry_run:
@@ -151,7 +150,7 @@ def compare(
         return
     from windtunnel.comparison import execute_plan
 
-    _finish(execute_plan(plan, jobs=jobs, tell=None if quiet else _Teller(plan)), options)
+    _finish(execute_plan(plan, jobs=jobs, tell=None if quiet else _Teller(plan)), wanted)
 
 
 # --- what to do
@@ -180,15 +179,11 @@ def _refuse_with_runs(**given: Any) -> None:
             )
 
 
-def _check_outputs(options: _Options, targets: Sequence[str]) -> None:
-    from windtunnel.rundir import check_can_write_file
-
-    given = [path for path in (options.html, options.csv) if path is not None]
-    for path in given:
-        check_can_write_file(path, inputs=targets)
-        _check_is_no_input(path, targets)
-    if len(given) == 2 and given[0].resolve() == given[1].resolve():
-        raise typer.BadParameter(f"--html and --csv both name {given[0]}: give them different names")
+def _check_outputs(wanted: _Wanted, targets: Sequence[str]) -> None:
+    check_files({"--html": wanted.html, "--csv": wanted.csv}, targets)
+    for path in (wanted.html, wanted.csv):
+        if path is not None:
+            _check_is_no_input(path, targets)
 
 
 def _check_is_no_input(path: Path, targets: Sequence[str]) -> None:
@@ -214,7 +209,8 @@ def _plan(
     from windtunnel.comparison_plan import plan_comparison
     from windtunnel.scenarios.load import Override
 
-    common = {key: Override(value, f"--set {key}") for key, value in map(_setting, settings or ())}
+    given = _settings_of("--set", settings or ())
+    common = {key: Override(value, f"--set {key}") for key, value in given.items()}
     common |= {} if seed is None else {"seed": Override(seed, "--seed")}
     variants = [*map(_variant, variant or ()), *((policy, {"batching": policy}) for policy in batching or ())]
     for number, (name, _) in enumerate(variants):
@@ -237,11 +233,24 @@ def _variant(text: str) -> tuple[str, dict[str, Any]]:
     """``NAME; key=value; key=value``; without a name it is called by what it sets."""
     first, *rest = _parts(text)
     if "=" in first:
-        return text.strip(), dict(map(_setting, (first, *rest)))
-    return first, dict(map(_setting, rest))
+        return text.strip(), _settings_of(text, (first, *rest))
+    return first, _settings_of(first, rest)
+
+
+def _settings_of(name: str, texts: Iterable[str]) -> dict[str, Any]:
+    """Settings of one variant, or of all runs, by key.  Raises BadParameter for a key that is set twice."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, value = _setting(text)
+        if key in found:
+            raise typer.BadParameter(f"{name}: {key} is set twice, drop one of them", param_hint="--variant, --set")
+        found[key] = value
+    return found
 
 
 def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
+    from windtunnel.sweeping.axes import read_value, value_of
+
     if text.strip() == NO_AXIS:
         return "", ()
     name, equals, values = text.partition("=")
@@ -250,9 +259,9 @@ def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
         raise typer.BadParameter(f"{text!r} must read KEY=VALUE,VALUE,..., KEY or {NO_AXIS}", param_hint="--over")
     if not equals:
         return key, ()
-    given = [_value(part) for part in _parts(values)]
-    key = _key(name, given[0])
-    return key, tuple(_listed(key, value) for value in given)
+    parts = _parts(values)
+    key = _key(name, read_value(parts[0]))
+    return key, tuple(_listed(key, value_of(key, part)) for part in parts)
 
 
 def _parts(text: str) -> list[str]:
@@ -264,13 +273,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise typer.BadParameter(
-            f"{text!r} must read KEY=VALUE (separate with ';' where a value has commas)", param_hint="--variant, --set"
-        )
-    given = _value(value.strip())
-    key = _key(key, given)
+    key, given = read_setting(text, "--variant, --set", advice=" (separate with ';' where a value has commas)")
     return key, _listed(key, given)
 
 
@@ -283,15 +286,6 @@ def _key(name: str, value: Any) -> str:
 
 def _listed(key: str, value: Any) -> Any:
     return [value] if key in _LISTS and not isinstance(value, list) else value
-
-
-def _value(text: str) -> Any:
-    """A number, true or false, a list or a table as TOML writes them; text if it is none of these."""
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError, ValueError, RecursionError):
-        value = text
-    return value if isinstance(value, bool | int | float | str | list | dict) else text
 
 
 # --- telling
@@ -356,20 +350,20 @@ def _told(plan: ComparisonPlan, obstacles: Sequence[Obstacle | None]) -> list[st
     ]
 
 
-def _finish(comparison: Comparison, options: _Options) -> None:
+def _finish(comparison: Comparison, wanted: _Wanted) -> None:
     """Write and print; raises typer.Exit(4) if no variant can be run."""
     from windtunnel.rundir import to_json
 
-    if options.html is not None:
-        comparison.report(options.html)
-    if options.csv is not None:
-        comparison.to_csv(options.csv)
-    if options.as_json:
+    if wanted.html is not None:
+        comparison.report(wanted.html)
+    if wanted.csv is not None:
+        comparison.to_csv(wanted.csv)
+    if wanted.as_json:
         emit(to_json(comparison.to_dict()))
     else:
-        text = comparison.text(with_purpose=options.with_purpose)
-        emit((comparison.markdown() if options.markdown else text).rstrip("\n"))
-    if options.as_json:
+        text = comparison.text(with_purpose=wanted.with_purpose)
+        emit((comparison.markdown() if wanted.markdown else text).rstrip("\n"))
+    if wanted.as_json:
         for text in comparison.context.common.warnings:
             warn(text)
     if comparison.is_infeasible:

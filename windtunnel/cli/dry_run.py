@@ -7,6 +7,7 @@ from typing import Any
 
 from windtunnel.scenarios.resolve import Resolved
 from windtunnel.scenarios.workloads.describe import describe
+from windtunnel.sim.cost.evidence import in_words
 from windtunnel.sim.cost.fitted import FittedCost
 from windtunnel.sim.cost.statement import sentences, shown_name, statement_of
 from windtunnel.sim.deployment.memory import KvPool
@@ -66,9 +67,10 @@ def _memory_rows(pool: KvPool) -> list[tuple[str, str, str]]:
 def _cost(resolved: Resolved) -> str:
     told = resolved.describe()
     name, cost = shown_name(told["metadata"]), told["cost"]
+    grade = in_words(resolved.evidence)
     if not resolved.cost.calibrated:
-        return f"cost model: {name} (NOT calibrated: compare before you rely on absolute times)"
-    lines = [f"cost model: {name} (calibrated)"]
+        return f"cost model: {name} ({grade}: compare settings before you rely on absolute times)"
+    lines = [f"cost model: {name} ({grade})"]
     lines += [f"  {text}" for text in sentences(cost, has_noise=resolved.system.noise_seed is not None)]
     return "\n".join([*lines, *_examples(resolved.cost, cost)])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 EXIT_INTERNAL = 1
 EXIT_USAGE = 2
@@ -54,3 +56,14 @@ def exit_code(error: Exception) -> int:
         if kind is not None and isinstance(error, kind):
             return code
     return EXIT_INTERNAL
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Whatever ValueError has no exit code of its own is a complaint about what was asked for."""
+    import typer
+
+    try:
+        yield
+    except ValueError as error:
+        raise error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error)) from None

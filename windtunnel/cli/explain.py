@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from windtunnel.cli import options
 from windtunnel.cli.errors import EXIT_SLO_BREACHED
 from windtunnel.cli.output import emit
 from windtunnel.cli.panels import flag
+from windtunnel.cli.results import check_one_form
 
 if TYPE_CHECKING:
     from windtunnel.calibrate.explain import Explanation, Facts
@@ -101,7 +103,7 @@ def explain(
         FailOn | None,
         flag(_OUTPUT, "--fail-on", help="Exit with code 99 at a finding of this severity or a worse one."),
     ] = None,
-    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, options.as_json(_OUTPUT)] = False,
     markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown.")] = False,
 ) -> None:
     """Say what is wrong with a result or binds in it, with the numbers and the knob to turn, most important first.
@@ -116,6 +118,7 @@ def explain(
     """
     from windtunnel.calibrate.explain import Facts, Severity, explain_together
 
+    check_one_form(as_json=as_json, markdown=markdown)
     given = Facts(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

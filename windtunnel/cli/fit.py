@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windtunnel.cli.output import emit, note, warn
+from windtunnel.cli.output import emit, note, status_line, warn
 
 if TYPE_CHECKING:
     from windtunnel.sim.cost.fitted import FittedCost
@@ -98,7 +96,9 @@ def fit(
         largest = graph_tokens_of({**steps.provenance, **stated}) if max_graph_tokens is None else max_graph_tokens
     except ValueError as error:
         raise typer.BadParameter(f"{error}: give --max-graph-tokens N", param_hint="provenance") from None
-    progress, close = _progress(quiet)
+    progress, close = status_line(
+        lambda done, most: f"fitting: {done} of at most {most} forms tried", quiet=quiet, every_s=0.0
+    )
     try:
         cost = StepTimeFit(max_graph_tokens=largest, seed=seed).fit(steps, provenance=stated, progress=progress)
     finally:
@@ -140,22 +140,6 @@ def _pairs(flag: str, given: list[str] | None) -> dict[str, str]:
             raise typer.BadParameter(f"{key} is given twice", param_hint=flag)
         pairs[key] = value
     return pairs
-
-
-def _progress(quiet: bool) -> tuple[Callable[[int, int], None] | None, Callable[[], None]]:
-    """Says on stderr how many forms were tried; nothing where nobody is watching."""
-    if quiet or not sys.stderr.isatty():
-        return None, lambda: None
-
-    def show(done: int, most: int) -> None:
-        sys.stderr.write(f"\rfitting: {done} of at most {most} forms tried")
-        sys.stderr.flush()
-
-    def close() -> None:
-        sys.stderr.write("\r" + " " * 50 + "\r")
-        sys.stderr.flush()
-
-    return show, close
 
 
 def _remark(cost: FittedCost) -> None:

@@ -296,6 +296,8 @@ def _observed(endpoint: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _text(found: Mapping[str, Any]) -> str:
+    from windtunnel.sim.cost.evidence import in_words
+
     heads = ["metric", "unit"]
     by_name = [{row["name"]: row["value"] for row in found.get(key, ())} for key in ("as_is", "observed")]
     as_is, observed = by_name
@@ -309,7 +311,7 @@ def _text(found: Mapping[str, Any]) -> str:
     rows = [_row(row, found, as_is, observed) for row in found["metrics"]]
     lines = [
         f"next {found['horizon_s']:g} s of {found['num_live']} requests by {found['cost']}"
-        f"{'' if found['is_calibrated'] else ' (uncalibrated)'}",
+        f" ({in_words(found['evidence'])})",
         f"arrivals: {found['arrivals']}",
         f"lengths:  {found['lengths']}",
         *([f"changes:  {', '.join(f'{k}={v}' for k, v in found['changes'].items())}"] if found["changes"] else []),

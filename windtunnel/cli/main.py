@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -61,7 +62,8 @@ COMMANDS = {
 }
 
 EPILOG = """Exit codes: 0 ok, 1 internal error, 2 usage or configuration, 3 unreadable input,
-4 infeasible deployment, 5 diff: they differ, 99 SLO or --max-error breached, 130 interrupted."""
+4 infeasible deployment, 5 diff: they differ, 6 capacity: undecided,
+99 SLO or --max-error breached, 130 interrupted."""
 
 app = typer.Typer(
     cls=lazy_group(COMMANDS),
@@ -107,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         silence_stdout()
         return 0
     except (KeyboardInterrupt, typer.Abort):
+        if argv is None:  # the process ends now: a second Ctrl-C must not change how
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         code = EXIT_INTERRUPTED
     except Exception as error:
         if os.environ.get("WINDTUNNEL_DEBUG"):
@@ -150,7 +154,22 @@ def _explain(error: Exception) -> tuple[str, int]:
 def _usage_message(error: Any) -> str:
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "windtunnel"
-    return f"{error.format_message()}\ntry '{path} --help'"
+    return f"{error.format_message()}{_value_and_remedy(error)}\ntry '{path} --help'"
+
+
+def _value_and_remedy(error: Any) -> str:
+    """What was given for a flag, and what may be, where typer says only what it should have been."""
+    tell = getattr(error.__cause__, "errors", None)
+    if not callable(tell):
+        return ""
+    first = tell()[0]
+    bounds = first.get("ctx") or {}
+    remedies = [words.format(bounds[key]) for key, words in _REMEDIES.items() if key in bounds]
+    return f", got {first['input']}{f': give {remedies[0]}' if remedies else ''}"
+
+
+_REMEDIES = {"ge": "{} or more", "gt": "more than {}", "le": "{} or less", "lt": "less than {}"}
+"""By the names that pydantic, which typer checks values with, has for bounds."""
 
 
 def _fail(message: str, code: int) -> int:

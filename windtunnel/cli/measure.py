@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windtunnel.cli.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, exit_code
-from windtunnel.cli.output import emit, note, warn
+from windtunnel.cli.errors import EXIT_INTERRUPTED, usage_errors
+from windtunnel.cli.output import emit, note, status_line, warn
 
 if TYPE_CHECKING:
     from windtunnel.calibrate.grid import Grid
@@ -118,18 +117,13 @@ def measure(
     """
     from windtunnel.calibrate.measure import measure as run
     from windtunnel.calibrate.measure import partial_path
-    from windtunnel.calibrate.measured_models import make_executor
-    from windtunnel.executor.server.executors import ExecutorUnavailable
-    from windtunnel.rundir import check_can_write_file
     from windtunnel.scenarios.units import parse_duration_s
 
     _check_choices(executor, grid, clock, target, num_threads)
     clock = clock or ("cpu" if executor == "torch" and num_threads == 1 else "wall")
     budget_s = _parsed("--budget", budget, parse_duration_s)
-    check_can_write_file(output, inputs=() if model is None else (model, Path(model) / "config.json"))
-    _check_name(output)
     partial = partial_path(output)
-    _check_output(output, partial, resume=resume, force=force)
+    _check_output(output, partial, model, resume=resume, force=force)
     chosen = _model(model, executor)
     config = _config(
         executor,
@@ -146,16 +140,12 @@ def measure(
     )
     points = _grid(config, grid, seed)
     types = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
-    try:
-        made = make_executor(chosen, executor, config, clock=clock, num_threads=num_threads, seed=seed, **types)
-    except ExecutorUnavailable as error:
-        raise typer.BadParameter(str(error)) from error
+    made = _executor(chosen, executor, config, clock=clock, num_threads=num_threads, seed=seed, **types)
     if force:
         partial.unlink(missing_ok=True)
     if not quiet:
         note(f"measuring {len(points.points)} steps of {chosen.name} on the {executor} executor ({clock} clock)")
-    progress, close = _progress(quiet)
-    try:
+    with _showing_progress(partial, quiet=quiet) as progress:
         table = run(
             made,
             points,
@@ -168,16 +158,6 @@ def measure(
             target=target,
             provenance={"model": chosen.name, "model_config": chosen.digest},
         )
-    except KeyboardInterrupt:
-        close()
-        if partial.exists():
-            note(f"stopped; what was measured is kept in {partial}")
-            note("go on with the same command and --resume (with --budget 0s: write the table from what there is)")
-        else:
-            note("stopped before anything was measured")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    finally:
-        close()
     emit(_json(table) if as_json else _text(table))
     if not quiet:
         _tell(table, output)
@@ -215,9 +195,11 @@ def _check_name(output: Path) -> None:
         )
 
 
-def _check_output(output: Path, partial: Path, *, resume: bool, force: bool) -> None:
-    from windtunnel.rundir import OutputError
+def _check_output(output: Path, partial: Path, model: str | None, *, resume: bool, force: bool) -> None:
+    from windtunnel.rundir import OutputError, check_can_write_file
 
+    check_can_write_file(output, inputs=() if model is None else (model, Path(model) / "config.json"))
+    _check_name(output)
     if resume and force:
         raise typer.BadParameter("--resume goes on with a measurement and --force begins anew: give one of them")
     if resume and not partial.exists():
@@ -234,12 +216,11 @@ def _model(model: str | None, executor: str) -> MeasuredModel:
 
     if model is None and executor == "triton":
         raise typer.BadParameter("--executor triton needs a MODEL: a bundled name, a config.json or a model's folder")
-    try:
-        return find_model(model)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read model {model}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error)) from error
+    with usage_errors():
+        try:
+            return find_model(model)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot read model {model}: {error.strerror or error}") from error
 
 
 def _parsed(flag: str, text: str, parse: Callable[[str], Any]) -> Any:
@@ -291,30 +272,33 @@ def _grid(config: SchedulerConfig, size: str, seed: int) -> Grid:
         raise typer.BadParameter(str(error)) from None
 
 
-def _progress(quiet: bool) -> tuple[Callable[[Progress], None] | None, Callable[[], None]]:
-    """A line on stderr, redrawn in place; nothing where nobody is watching."""
-    if quiet or not sys.stderr.isatty():
-        return None, lambda: None
-    drawn_s, length = 0.0, 0
+def _executor(model: MeasuredModel, kind: str, config: SchedulerConfig, **given: Any) -> Any:
+    """Who computes the steps.  Raises typer.BadParameter where that is not possible here."""
+    from windtunnel.calibrate.measured_models import make_executor
+    from windtunnel.executor.server.executors import ExecutorUnavailable
 
-    def show(progress: Progress) -> None:
-        nonlocal drawn_s, length
-        if time.monotonic() - drawn_s < _REDRAW_EVERY_S:
-            return
-        drawn_s = time.monotonic()
-        line = progress_line(progress)
-        sys.stderr.write("\r" + line.ljust(length))
-        sys.stderr.flush()
-        length = len(line)
+    try:
+        return make_executor(model, kind, config, **given)
+    except ExecutorUnavailable as error:
+        raise typer.BadParameter(str(error)) from error
 
-    def close() -> None:
-        nonlocal length
-        if length:
-            sys.stderr.write("\r" + " " * length + "\r")
-            sys.stderr.flush()
-            length = 0
 
-    return show, close
+@contextmanager
+def _showing_progress(partial: Path, *, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """What is told how far the measurement is; Ctrl-C says what is kept and ends the command."""
+    progress, close = status_line(progress_line, quiet=quiet, every_s=_REDRAW_EVERY_S)
+    try:
+        yield progress
+    except KeyboardInterrupt:
+        close()
+        if partial.exists():
+            note(f"stopped; what was measured is kept in {partial}")
+            note("go on with the same command and --resume (with --budget 0s: write the table from what there is)")
+        else:
+            note("stopped before anything was measured")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    finally:
+        close()
 
 
 def progress_line(progress: Progress) -> str:

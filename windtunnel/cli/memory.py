@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windtunnel.cli.errors import EXIT_INFEASIBLE
+from windtunnel.cli import options
+from windtunnel.cli.errors import EXIT_INFEASIBLE, usage_errors
 from windtunnel.cli.output import emit, note
 from windtunnel.cli.panels import flag
+from windtunnel.cli.results import check_files, check_one_form
 
 if TYPE_CHECKING:
     from windtunnel.memory import MemoryReport, MemorySweep
@@ -39,10 +41,7 @@ _NOT_SETTINGS = (
 
 def memory(
     ctx: typer.Context,
-    model: Annotated[
-        str | None,
-        flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model (windtunnel models), or a config.json."),
-    ] = None,
+    model: Annotated[str | None, options.model(_DEPLOYMENT)] = None,
     gpu: Annotated[
         str | None, flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="GPU, by its name (windtunnel gpus).")
     ] = None,
@@ -84,35 +83,22 @@ def memory(
     v0: Annotated[
         bool | None, flag(_DEPLOYMENT, "--v0", help="The older engine of vLLM 0.8 to 0.10 (VLLM_USE_V1=0).")
     ] = None,
-    gpu_memory_utilization: Annotated[
-        str | None,
-        flag(_ENGINE, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
-    ] = None,
+    gpu_memory_utilization: Annotated[str | None, options.gpu_memory_utilization(_ENGINE)] = None,
     max_model_len: Annotated[
         str | None, flag(_ENGINE, "--max-model-len", metavar="N|auto", help="Longest prompt plus output, in tokens.")
     ] = None,
-    max_num_seqs: Annotated[
-        str | None, flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
-    ] = None,
+    max_num_seqs: Annotated[str | None, options.max_num_seqs(_ENGINE)] = None,
     max_num_batched_tokens: Annotated[
         str | None, flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step.")
     ] = None,
-    kv_cache_dtype: Annotated[
-        str | None, flag(_ENGINE, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
-    ] = None,
-    dtype: Annotated[str | None, flag(_ENGINE, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
-    block_size: Annotated[str | None, flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
+    kv_cache_dtype: Annotated[str | None, options.kv_cache_dtype(_ENGINE)] = None,
+    dtype: Annotated[str | None, options.dtype(_ENGINE)] = None,
+    block_size: Annotated[str | None, options.block_size(_ENGINE)] = None,
     enforce_eager: Annotated[
         bool | None, flag(_ENGINE, "--enforce-eager/--no-enforce-eager", help="No CUDA graphs.")
     ] = None,
-    enable_prefix_caching: Annotated[
-        bool | None,
-        flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
-    ] = None,
-    enable_chunked_prefill: Annotated[
-        bool | None,
-        flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
-    ] = None,
+    enable_prefix_caching: Annotated[bool | None, options.enable_prefix_caching(_ENGINE)] = None,
+    enable_chunked_prefill: Annotated[bool | None, options.enable_chunked_prefill(_ENGINE)] = None,
     disable_hybrid_kv_cache_manager: Annotated[
         bool | None,
         flag(
@@ -131,9 +117,7 @@ def memory(
             help="Memory for the KV cache, whatever the share: 16GiB, 16GB.",
         ),
     ] = None,
-    num_gpu_blocks_override: Annotated[
-        str | None, flag(_ENGINE, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory.")
-    ] = None,
+    num_gpu_blocks_override: Annotated[str | None, options.num_gpu_blocks_override(_ENGINE)] = None,
     swap_space: Annotated[
         str | None, flag(_ENGINE, "--swap-space", metavar="GIB", help="Host memory that V0 swaps to, for each GPU.")
     ] = None,
@@ -202,18 +186,14 @@ def memory(
             help="Price of one GPU for an hour: 2.49, or h100-sxm=2.49 (repeatable); then costs are shown.",
         ),
     ] = None,
-    currency: Annotated[
-        str | None, flag(_OUTPUT, "--currency", metavar="WORD", help="What prices are in, if not USD.")
-    ] = None,
-    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON.")] = False,
+    currency: Annotated[str | None, options.currency(_OUTPUT)] = None,
+    as_json: Annotated[bool, options.as_json(_OUTPUT)] = False,
     markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown, for a pull request.")] = False,
     csv: Annotated[
         Path | None, flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a plan with all of its numbers.")
     ] = None,
-    parquet: Annotated[Path | None, flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
-    html: Annotated[
-        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
-    ] = None,
+    parquet: Annotated[Path | None, options.parquet(_OUTPUT)] = None,
+    html: Annotated[Path | None, options.html_report(_OUTPUT)] = None,
     quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No remarks on stderr.")] = False,
 ) -> None:
     """Plan the memory of a deployment: the KV cache that vLLM finds, whether it starts, and what helps if not.
@@ -242,10 +222,9 @@ def memory(
         "gpu_price": gpu_price or None,
         "currency": currency,
     }
-    if as_json and markdown:
-        raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
+    check_one_form(as_json=as_json, markdown=markdown)
     outputs = {"--html": html, "--csv": csv, "--parquet": parquet, "--save-correction": save_correction}
-    _check_outputs(outputs, (model, from_log, from_metrics, from_deployment, _file_of(from_deployment)))
+    check_files(outputs, (model, from_log, from_metrics, from_deployment, _file_of(from_deployment)))
     if save_correction is not None:
         _check_correction_file(save_correction)
     result = _planned(settings, files)
@@ -269,20 +248,11 @@ def _planned(settings: dict[str, Any], files: dict[str, Any]) -> MemoryReport | 
     from windtunnel.memory import memory_plan, memory_sweep
     from windtunnel.memory_settings import several
 
-    try:
+    with usage_errors():
         values = {name: several(name, value) for name, value in settings.items()}
         if all(len(each) == 1 for each in values.values()):
             return memory_plan(**{name: each[0] for name, each in values.items()}, **files)
         return memory_sweep(**settings, **files)
-    except ValueError as error:
-        raise _refused(error) from None
-
-
-def _refused(error: ValueError) -> Exception:
-    """A complaint about the settings is one of usage; errors with an exit code of their own keep it."""
-    from windtunnel.cli.errors import EXIT_INTERNAL, exit_code
-
-    return error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error))
 
 
 def _file_of(deployment: str | None) -> str | None:
@@ -313,24 +283,6 @@ def _html_writer(result: MemoryReport | MemorySweep, command: str) -> Callable[[
             result.report(path, command=command)
 
     return write
-
-
-def _check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[Any]) -> None:
-    named = {flag: path for flag, path in outputs.items() if path is not None}
-    given = list(named.values())
-    if not given:
-        return
-    from windtunnel.rundir import check_can_write_file
-
-    read = {Path(str(source)).resolve() for source in inputs if source is not None and len(str(source)) < 1000}
-    for path in given:
-        check_can_write_file(path)
-        if path.resolve() in read:
-            raise typer.BadParameter(f"{path} is read for this plan: name another file to write to")
-    if len({path.resolve() for path in given}) < len(given):
-        twice = next(path for path in given if [each.resolve() for each in given].count(path.resolve()) > 1)
-        flags = [flag for flag, path in named.items() if path.resolve() == twice.resolve()]
-        raise typer.BadParameter(f"{' and '.join(flags)} both name {twice}: give them different names")
 
 
 def _check_correction_file(path: Path) -> None:

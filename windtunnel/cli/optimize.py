@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from windtunnel.cli import options
 from windtunnel.cli.errors import EXIT_INFEASIBLE, EXIT_INTERNAL, EXIT_SLO_BREACHED, exit_code
 from windtunnel.cli.output import emit, note, warn
 from windtunnel.cli.panels import flag
@@ -41,10 +42,7 @@ class _Outputs:
 
 
 def optimize(
-    scenario: Annotated[
-        str | None,
-        typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of a bundled one.", show_default=False),
-    ] = None,
+    scenario: Annotated[str | None, options.scenario_argument()] = None,
     tune: Annotated[
         list[str] | None,
         flag(
@@ -78,14 +76,8 @@ def optimize(
             help="The scenario's own load if not given, or the largest rate that keeps the objectives.",
         ),
     ] = "load",
-    slo: Annotated[
-        list[str] | None,
-        flag(_JUDGE, "--slo", metavar="'ttft:p99<500ms'", help="An objective, in place of the scenario's; repeat it."),
-    ] = None,
-    goodput: Annotated[
-        list[str] | None,
-        flag(_JUDGE, "--goodput", metavar="'ttft:500'", help="A limit on each request in ms; repeat it."),
-    ] = None,
+    slo: Annotated[list[str] | None, options.slo(_JUDGE)] = None,
+    goodput: Annotated[list[str] | None, options.goodput(_JUDGE)] = None,
     gpu_price: Annotated[
         float | None,
         flag(_JUDGE, "--gpu-price", metavar="PRICE", min=0, help="Of one GPU for an hour, in place of the scenario's."),
@@ -100,46 +92,28 @@ def optimize(
             "--reps",
             metavar="N",
             min=1,
-            help="Runs of a deployment that may win, and of the answer on fresh seeds: 5 (capacity 3, traces 1).",
+            help="Runs of a deployment that may win, and of the answer on fresh seeds: 5 (capacity 8, traces 1).",
         ),
     ] = None,
-    seed: Annotated[int | None, flag(_RUN, "--seed", metavar="N", min=0, help="The first seed.")] = None,
-    jobs: Annotated[
-        int | None,
-        flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work: all CPUs; same results."),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        flag(_RUN, "--ray", metavar="auto|ADDRESS|local:N", help="Let a Ray cluster do the work; same results."),
-    ] = None,
+    seed: Annotated[int | None, options.first_seed(_RUN)] = None,
+    jobs: Annotated[int | None, options.jobs(_RUN)] = None,
+    ray: Annotated[str | None, options.ray(_RUN)] = None,
     dry_run: Annotated[bool, flag(_RUN, "--dry-run", help="List the knobs; run nothing.")] = False,
-    output: Annotated[
-        Path | None,
-        flag(
-            _OUTPUT,
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="Keep each run there as soon as it is finished; in the end all tables and reports, too.",
-        ),
-    ] = None,
+    output: Annotated[Path | None, options.kept_in(_OUTPUT)] = None,
     resume: Annotated[
         bool, flag(_OUTPUT, "--resume", help="Go on with the search in -o: what is finished is not run again.")
     ] = False,
-    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON in place of the text.")] = False,
-    markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown in place of the text.")] = False,
-    html: Annotated[
-        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file.")
-    ] = None,
-    csv: Annotated[
-        Path | None, flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a run with all of its numbers.")
-    ] = None,
-    parquet: Annotated[Path | None, flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
+    as_json: Annotated[bool, options.json_for_text(_OUTPUT)] = False,
+    markdown: Annotated[bool, options.markdown_for_text(_OUTPUT)] = False,
+    html: Annotated[Path | None, options.html_file(_OUTPUT)] = None,
+    csv: Annotated[Path | None, options.csv_of_runs(_OUTPUT)] = None,
+    parquet: Annotated[Path | None, options.parquet(_OUTPUT)] = None,
     save_scenario: Annotated[
         Path | None,
         flag(_OUTPUT, "--save-scenario", metavar="FILE", help="Write the answer as a scenario that simulate runs."),
     ] = None,
-    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
+    force: Annotated[bool, options.force_scenario(_OUTPUT)] = False,
+    quiet: Annotated[bool, options.quiet(_OUTPUT)] = False,
 ) -> None:
     """Search the settings of a deployment for goodput per dollar under its objectives, in far fewer runs than a grid.
 
@@ -158,7 +132,7 @@ def optimize(
     """
     outputs = _Outputs(as_json, markdown, html, csv, parquet, save_scenario, output, quiet)
     tuned, overrides = _tuned(tune or ()), _overrides(settings or (), slo, goodput, gpu_price)
-    _check_outputs(outputs, (scenario, *_named(tuned, overrides)), resume=resume)
+    _check_outputs(outputs, (scenario, *_named(tuned, overrides)), resume=resume, force=force)
     try:
         from windtunnel.optimizing.question import make_question
 
@@ -239,8 +213,8 @@ def _named(told: Any, *more: Any) -> Iterator[str]:
         yield from _named(each)
 
 
-def _check_outputs(outputs: _Outputs, inputs: Sequence[str | None], *, resume: bool) -> None:
-    from windtunnel.rundir import check_can_write_file
+def _check_outputs(outputs: _Outputs, inputs: Sequence[str | None], *, resume: bool, force: bool) -> None:
+    from windtunnel.rundir import check_can_write_file, check_can_write_scenario
 
     if outputs.as_json and outputs.markdown:
         raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
@@ -248,6 +222,8 @@ def _check_outputs(outputs: _Outputs, inputs: Sequence[str | None], *, resume: b
         raise typer.BadParameter("which search? Name its folder with -o DIR", param_hint="--resume")
     for path in outputs.files:
         check_can_write_file(path, inputs=inputs)
+    if outputs.scenario is not None:
+        check_can_write_scenario(outputs.scenario, force=force)
     if len({path.resolve() for path in outputs.files}) < len(outputs.files):
         raise typer.BadParameter("two outputs have the same name: give them different ones")
     if outputs.parquet is not None and outputs.parquet.suffix.lower() not in (".parquet", ".pq"):

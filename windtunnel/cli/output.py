@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 _REDRAW_EVERY_S = 0.1
 
@@ -36,35 +39,45 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-class ProgressBar:
-    """``simulating  [#####.....]  52 %  10,400 of 20,000 requests, 3 s left`` on stderr, redrawn in place."""
+class StatusLine:
+    """One line on stderr that is redrawn in place, at most every so many seconds."""
 
-    def __init__(self, title: str, width: int = 24) -> None:
-        self.title = title
-        self.width = width
-        self.started_s = time.monotonic()
-        self.drawn_s = 0.0
+    def __init__(self, every_s: float = _REDRAW_EVERY_S) -> None:
+        self.every_s = every_s
+        self.drawn_s = -math.inf
         self.length = 0
 
-    def __call__(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` requests are through."""
+    def show(self, words: Callable[..., str], *state: Any) -> None:
+        """Show what ``words`` say of the state, unless the line is too young."""
         now_s = time.monotonic()
-        if now_s - self.drawn_s < _REDRAW_EVERY_S:
-            return
-        self.drawn_s = now_s
-        self._draw(progress_line(self.title, done, total, now_s - self.started_s, self.width))
+        if now_s - self.drawn_s >= self.every_s:
+            self.drawn_s = now_s
+            self._draw(words(*state))
 
     def close(self) -> None:
-        """Wipe the bar off the terminal."""
+        """Wipe it off the terminal."""
         if self.length:
             self._draw("")
             sys.stderr.write("\r")
             sys.stderr.flush()
 
     def _draw(self, line: str) -> None:
+        import shutil
+
+        line = line[: max(shutil.get_terminal_size().columns - 1, 1)]  # one that wraps is not wiped off by \r
         sys.stderr.write("\r" + line.ljust(self.length))
         sys.stderr.flush()
         self.length = len(line)
+
+
+def status_line(
+    words: Callable[..., str], *, quiet: bool, every_s: float = _REDRAW_EVERY_S
+) -> tuple[Callable[..., None] | None, Callable[[], None]]:
+    """What shows ``words`` of whatever it is called with (None where nobody is watching), and what wipes them off."""
+    if quiet or not sys.stderr.isatty():
+        return None, lambda: None
+    line = StatusLine(every_s)
+    return partial(line.show, words), line.close
 
 
 def progress_line(title: str, done: int, total: int, elapsed_s: float, width: int = 24) -> str:
@@ -81,8 +94,9 @@ def _human_s(seconds: float) -> str:
 
 
 def progress_bar(title: str, quiet: bool) -> tuple[Callable[[int, int], None] | None, Callable[[], None]]:
-    """A progress callback and what closes it; no callback where nobody is watching."""
-    if quiet or not sys.stderr.isatty():
-        return None, lambda: None
-    bar = ProgressBar(title)
-    return bar, bar.close
+    """``simulating  [#####.....]  52 %  10,400 of 20,000 requests, 3 s left``: a progress callback, and what closes it.
+
+    There is no callback where nobody is watching.
+    """
+    started_s = time.monotonic()
+    return status_line(lambda done, total: progress_line(title, done, total, time.monotonic() - started_s), quiet=quiet)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from windtunnel.cli import options
 from windtunnel.cli.errors import EXIT_INFEASIBLE, EXIT_SLO_BREACHED
 from windtunnel.cli.output import emit, note
 from windtunnel.cli.panels import flag
@@ -61,9 +62,7 @@ def plan(
             help="Watts of a card with its share of the host; repeatable.",
         ),
     ] = None,
-    currency: Annotated[
-        str | None, flag(_CHOICE, "--currency", metavar="WORD", help="What prices are in, if not USD.")
-    ] = None,
+    currency: Annotated[str | None, options.currency(_CHOICE)] = None,
     gpus_per_host: Annotated[
         int | None, flag(_CHOICE, "--gpus-per-host", metavar="N", min=1, help="Cards of one host, if not 8.")
     ] = None,
@@ -95,7 +94,7 @@ def plan(
         flag(
             _KNOBS,
             "--uncalibrated/--no-uncalibrated",
-            help="Try deployments without a calibrated profile, too; they are ranked apart.",
+            help="Try deployments without a profile, too; they are ranked apart.",
         ),
     ] = None,
     router: Annotated[
@@ -105,54 +104,33 @@ def plan(
         str | None,
         flag(_KNOBS, "--max-model-len", metavar="N", help="Longest request, if not what the workload's longest asks."),
     ] = None,
-    block_size: Annotated[str | None, flag(_KNOBS, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
-    enable_prefix_caching: Annotated[
-        bool | None,
-        flag(_KNOBS, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
-    ] = None,
-    dtype: Annotated[str | None, flag(_KNOBS, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
+    block_size: Annotated[str | None, options.block_size(_KNOBS)] = None,
+    enable_prefix_caching: Annotated[bool | None, options.enable_prefix_caching(_KNOBS)] = None,
+    dtype: Annotated[str | None, options.dtype(_KNOBS)] = None,
     engine: Annotated[
         str | None, flag(_KNOBS, "--engine", metavar="vllm-0.N", help="Release of vLLM whose rules apply.")
     ] = None,
-    trace: Annotated[
-        str | None, flag(_WORKLOAD, "--trace", metavar="FILE", help="Replay the requests of this file.")
-    ] = None,
+    trace: Annotated[str | None, options.trace(_WORKLOAD)] = None,
     format: Annotated[  # noqa: A002 -- the flag's name
-        str | None, flag(_WORKLOAD, "--format", metavar="NAME", help="Format of the trace, if not to be recognised.")
+        str | None, options.trace_format(_WORKLOAD)
     ] = None,
-    on_bad_row: Annotated[
-        str | None, flag(_WORKLOAD, "--on-bad-row", metavar="error|skip", help="What to do with a row that is wrong.")
-    ] = None,
+    on_bad_row: Annotated[str | None, options.on_bad_row(_WORKLOAD)] = None,
     start: Annotated[
         str | None, flag(_WORKLOAD, "--start", metavar="TIME", help="Begin so far into the trace: 20m, 1h30m.")
     ] = None,
-    duration: Annotated[
-        str | None, flag(_WORKLOAD, "--duration", metavar="TIME", help="Take so much of the trace.")
-    ] = None,
-    limit: Annotated[
-        str | None, flag(_WORKLOAD, "--limit", metavar="N", help="Take at most so many requests of the trace.")
-    ] = None,
+    duration: Annotated[str | None, options.duration(_WORKLOAD)] = None,
+    limit: Annotated[str | None, options.limit(_WORKLOAD)] = None,
     rate_scale: Annotated[
         float | None, flag(_WORKLOAD, "--rate-scale", metavar="X", help="Replay the trace X times as fast.")
     ] = None,
-    num_prompts: Annotated[
-        str | None, flag(_WORKLOAD, "--num-prompts", metavar="N", help="Number of synthetic requests.")
-    ] = None,
-    input_len: Annotated[
-        str | None, flag(_WORKLOAD, "--input-len", metavar="DIST", help="Prompt tokens of a request.")
-    ] = None,
-    output_len: Annotated[
-        str | None, flag(_WORKLOAD, "--output-len", metavar="DIST", help="Output tokens of a request.")
-    ] = None,
+    num_prompts: Annotated[str | None, options.num_prompts(_WORKLOAD)] = None,
+    input_len: Annotated[str | None, options.input_len(_WORKLOAD)] = None,
+    output_len: Annotated[str | None, options.output_len(_WORKLOAD)] = None,
     request_rate: Annotated[
         str | None, flag(_WORKLOAD, "--request-rate", "--rate", metavar="R", help="Requests per second.")
     ] = None,
-    burstiness: Annotated[
-        str | None, flag(_WORKLOAD, "--burstiness", metavar="B", help="1 Poisson, below burstier, inf constant.")
-    ] = None,
-    arrival: Annotated[
-        str | None, flag(_WORKLOAD, "--arrival", metavar="PROCESS", help="Arrivals, in place of these two.")
-    ] = None,
+    burstiness: Annotated[str | None, options.burstiness(_WORKLOAD)] = None,
+    arrival: Annotated[str | None, options.arrival(_WORKLOAD)] = None,
     scale: Annotated[
         float, flag(_WORKLOAD, "--scale", metavar="X", help="Plan for X times the load, trace or synthetic.")
     ] = 1.0,
@@ -175,12 +153,12 @@ def plan(
         list[str] | None,
         flag(_ASKED, "--goodput", metavar="METRIC:MS", help="What a good request is: ttft:500 tpot:50. Repeatable."),
     ] = None,
-    cost: Annotated[str | None, flag(_SEARCH, "--cost", metavar="COST", help="What a step costs.")] = None,
+    cost: Annotated[str | None, options.cost(_SEARCH)] = None,
     profile: Annotated[
         str | None,
         flag(_SEARCH, "--profile", metavar="NAME|FILE", help="Price steps by this profile, whatever the candidate."),
     ] = None,
-    seed: Annotated[str | None, flag(_SEARCH, "--seed", metavar="N", help="All randomness follows from it.")] = None,
+    seed: Annotated[str | None, options.scenario_seed(_SEARCH)] = None,
     replications: Annotated[
         int, flag(_SEARCH, "--replications", "--reps", metavar="N", min=1, max=100, help="Behind intervals, if not 5.")
     ] = 5,
@@ -194,19 +172,18 @@ def plan(
     ray: Annotated[
         str | None, flag(_SEARCH, "--ray", metavar="auto|ADDRESS|local:N", help="Do the work on a Ray cluster.")
     ] = None,
-    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON in place of the text.")] = False,
-    as_markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown in place of the text.")] = False,
-    html: Annotated[
-        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
-    ] = None,
+    as_json: Annotated[bool, options.json_for_text(_OUTPUT)] = False,
+    as_markdown: Annotated[bool, options.markdown_for_text(_OUTPUT)] = False,
+    html: Annotated[Path | None, options.html_report(_OUTPUT)] = None,
     csv: Annotated[
         Path | None, flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a candidate that was simulated.")
     ] = None,
-    parquet: Annotated[Path | None, flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
+    parquet: Annotated[Path | None, options.parquet(_OUTPUT)] = None,
     save_scenario: Annotated[
         Path | None,
         flag(_OUTPUT, "--save-scenario", metavar="FILE", help="Write the recommended fleet for windtunnel simulate."),
     ] = None,
+    force: Annotated[bool, options.force_scenario(_OUTPUT)] = False,
     quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress on stderr.")] = False,
 ) -> None:
     """Find the cheapest deployment that serves a workload within its objectives, and the runners-up.
@@ -228,6 +205,10 @@ def plan(
     if parquet is not None and parquet.suffix != ".parquet":
         raise typer.BadParameter(f"{parquet} must end in .parquet", param_hint="--parquet")
     _check_outputs((html, csv, parquet, save_scenario), (scenario, *(model or ()), trace, profile))
+    if save_scenario is not None:
+        from windtunnel.rundir import check_can_write_scenario
+
+        check_can_write_scenario(save_scenario, force=force)
     found = _planned(ctx.params)
     if html is not None:
         found.report(html)
@@ -353,7 +334,7 @@ def _command_line(params: Mapping[str, Any]) -> str:
 
 _DEFAULTS = {"scale": 1.0, "replications": 5, "requests": 1500}
 _NO_PART_OF_THE_ANSWER = frozenset(
-    {"scenario", "jobs", "ray", "as_json", "as_markdown", "html", "csv", "parquet", "save_scenario", "quiet"}
+    {"scenario", "jobs", "ray", "as_json", "as_markdown", "html", "csv", "parquet", "save_scenario", "force", "quiet"}
 )
 
 

@@ -123,15 +123,16 @@ def list_profiles(
 
 
 _HEAD = (
-    *("name", "model", "gpu", "tp", "dtype", "kv cache", "source"),
+    *("name", "model", "gpu", "tp", "dtype", "kv cache", "evidence"),
     *("decodes", "context", "tokens", "median error", "P90"),
 )
 """Decodes, the context that they read together, and new tokens are those of the largest steps that it holds for."""
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    keys = ("name", "model", "gpu", "tensor_parallel_size", "dtype", "kv_cache_dtype", "source")
+    keys = ("name", "model", "gpu", "tensor_parallel_size", "dtype", "kv_cache_dtype")
     plain = ["-" if row[key] is None else str(row[key]) for key in keys]
+    plain.append(row["evidence"] if row["kind"] == "fitted" else f"{row['kind']}, {row['evidence']}")
     sizes = [f"{row['largest_steps'][key]:,}" if row["largest_steps"] else "-" for key in _SIZES]
     errors = [row[key] for key in ("p50_percent", "p90_percent")]
     unknown = "-" if row["statement"] is None else "not known"
@@ -153,6 +154,7 @@ def _bundled_rows() -> Iterator[dict[str, Any]]:
             "tensor_parallel_size": each.tensor_parallel_size,
             "dtype": each.dtype,
             "kv_cache_dtype": each.kv_cache_dtype,
+            "evidence": each.evidence,
             "source": each.source,
             "statement": each.statement,
             "p50_percent": each.stated_error.get("p50_percent"),
@@ -180,6 +182,7 @@ def _rows_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row(profile: NamedProfile) -> dict[str, Any]:
+    from windtunnel.sim.cost.evidence import evidence_of
     from windtunnel.sim.cost.statement import statement_of
 
     described = profile.cost.describe()
@@ -191,7 +194,8 @@ def _row(profile: NamedProfile) -> dict[str, Any]:
         **{key: provenance.get(key) for key in ("model", "gpu")},
         "tensor_parallel_size": provenance.get("tensor_parallel_size", provenance.get("tp")),
         **{key: provenance.get(key) for key in ("dtype", "kv_cache_dtype")},
-        "source": provenance.get("source") if profile.cost.calibrated else f"{profile.cost.name}, uncalibrated",
+        "evidence": evidence_of(described),
+        "source": provenance.get("source") if profile.cost.calibrated else profile.cost.name,
         "statement": None if stated is None else stated.origin,
         "p50_percent": None if stated is None else stated.p50_percent,
         "p90_percent": None if stated is None else stated.p90_percent,
@@ -323,10 +327,11 @@ def _is_outside(cost: CostModel, shape: StepShape) -> bool:
 
 def _origin(profile: NamedProfile, told: Mapping[str, Any]) -> str:
     from windtunnel.cli.dry_run import show as shown
+    from windtunnel.sim.cost.evidence import evidence_of, in_words
     from windtunnel.sim.cost.statement import statement_of
 
     stated = statement_of(told)
-    rows = [("kind", f"{profile.cost.name}, {'calibrated' if profile.cost.calibrated else 'uncalibrated'}")]
+    rows = [("kind", profile.cost.name), ("evidence", in_words(evidence_of(told)))]
     if stated is not None:
         rows += [("statement", stated.origin), ("stated error", stated.error)]
     else:

@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
+from windtunnel.cli import options
 from windtunnel.cli.output import emit
 
 
 def report(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="What windtunnel simulate -o wrote.", show_default=False)
-    ],
+    run_dir: Annotated[Path, options.run_folder_argument()],
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write one self-contained HTML file.", show_default=False),
@@ -32,6 +31,8 @@ def report(
       windtunnel report runs/64 --markdown >> pull-request.md
       windtunnel report runs/64 --evictions | less
     """
+    if markdown and evictions:
+        raise typer.BadParameter("give one of them", param_hint="--markdown, --evictions")
     from windtunnel.api import load_run
     from windtunnel.rundir import check_can_write_file
 
@@ -40,8 +41,6 @@ def report(
         check_can_write_file(html)
         run.report(html)
     if evictions:
-        if markdown:
-            raise typer.BadParameter("give one of them", param_hint="--markdown, --evictions")
         from windtunnel.reports.economics import eviction_lines
 
         emit("\n".join(eviction_lines(run.records, run.context.label)))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from windtunnel.cli.errors import EXIT_INTERNAL, EXIT_USAGE, exit_code
+from windtunnel.cli import options
+from windtunnel.cli.errors import EXIT_USAGE, usage_errors
 from windtunnel.cli.output import note, warn
 from windtunnel.cli.panels import flag
 
@@ -107,31 +108,17 @@ def serve(
         str | None,
         flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs of the simulation."),
     ] = None,
-    gpu_memory_utilization: Annotated[
-        float | None,
-        flag(_DEPLOYMENT, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
-    ] = None,
-    dtype: Annotated[str | None, flag(_DEPLOYMENT, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
-    kv_cache_dtype: Annotated[
-        str | None, flag(_DEPLOYMENT, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
-    ] = None,
-    num_gpu_blocks_override: Annotated[
-        str | None, flag(_DEPLOYMENT, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory.")
-    ] = None,
-    kv_cache_memory_bytes: Annotated[
-        str | None,
-        flag(_DEPLOYMENT, "--kv-cache-memory-bytes", metavar="SIZE", help="Memory for the KV cache: 16GiB, 16GB."),
-    ] = None,
+    gpu_memory_utilization: Annotated[float | None, options.gpu_memory_utilization(_DEPLOYMENT)] = None,
+    dtype: Annotated[str | None, options.dtype(_DEPLOYMENT)] = None,
+    kv_cache_dtype: Annotated[str | None, options.kv_cache_dtype(_DEPLOYMENT)] = None,
+    num_gpu_blocks_override: Annotated[str | None, options.num_gpu_blocks_override(_DEPLOYMENT)] = None,
+    kv_cache_memory_bytes: Annotated[str | None, options.kv_cache_memory_bytes(_DEPLOYMENT)] = None,
     num_threads: Annotated[
         int | None,
         flag(_DEPLOYMENT, "--num-threads", metavar="N", help="Threads of --executor torch; all by default."),
     ] = None,
-    max_num_seqs: Annotated[
-        str | None, flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        str | None, flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step: 8192, 16k.")
-    ] = None,
+    max_num_seqs: Annotated[str | None, options.max_num_seqs(_ENGINE)] = None,
+    max_num_batched_tokens: Annotated[str | None, options.max_num_batched_tokens(_ENGINE)] = None,
     max_model_len: Annotated[
         str | None,
         flag(
@@ -141,23 +128,11 @@ def serve(
             help="Longest prompt plus output, in tokens; auto (or -1) is the longest that fits.",
         ),
     ] = None,
-    block_size: Annotated[str | None, flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
-    enable_chunked_prefill: Annotated[
-        bool | None,
-        flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool | None,
-        flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
-    ] = None,
-    long_prefill_token_threshold: Annotated[
-        str | None,
-        flag(_ENGINE, "--long-prefill-token-threshold", metavar="N", help="Longest chunk while others are there."),
-    ] = None,
-    scheduling_policy: Annotated[
-        str | None,
-        flag(_ENGINE, "--scheduling-policy", metavar="fcfs|priority", help="Order of the waiting requests."),
-    ] = None,
+    block_size: Annotated[str | None, options.block_size(_ENGINE)] = None,
+    enable_chunked_prefill: Annotated[bool | None, options.enable_chunked_prefill(_ENGINE)] = None,
+    enable_prefix_caching: Annotated[bool | None, options.enable_prefix_caching(_ENGINE)] = None,
+    long_prefill_token_threshold: Annotated[str | None, options.long_prefill_token_threshold(_ENGINE)] = None,
+    scheduling_policy: Annotated[str | None, options.scheduling_policy(_ENGINE)] = None,
 ) -> None:
     """Serve a model to OpenAI clients: a mock of a deployment at its own pace, or a small real engine.
 
@@ -179,12 +154,10 @@ def serve(
         raise typer.Exit(EXIT_USAGE)
     flags = {name: value for name, value in ctx.params.items() if name not in _OF_THE_SERVER and value is not None}
     flags["model"] = _one_model(model, model_tag)
-    try:
+    with usage_errors():
         of_server = _OfServer(executor, profile, speed, num_threads, default_output_tokens, shadow)
         served, settings = _plan(flags, of_server, served_model_name or [])
         _run(served, settings, host, port, access_log=not disable_uvicorn_access_log)
-    except ValueError as error:
-        raise _refused(error) from None
 
 
 def _missing_packages() -> str:
@@ -198,11 +171,6 @@ def _one_model(flag: str | None, argument: str | None) -> str | None:
     if flag is not None and argument is not None and flag != argument:
         raise typer.BadParameter(f"MODEL is {argument!r}, but --model is {flag!r}: give one of them")
     return flag if argument is None else argument
-
-
-def _refused(error: ValueError) -> Exception:
-    """A complaint about the settings is one of usage; errors with an exit code of their own keep it."""
-    return error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error))
 
 
 class _OfServer(NamedTuple):
@@ -432,6 +400,7 @@ def _run(served: ServedModel, settings: ServerSettings, host: str, port: int, *,
 
 def _tell(frontend: Any, settings: ServerSettings) -> None:
     from windtunnel.executor.server.executors import weights_source
+    from windtunnel.sim.cost.evidence import evidence_of, in_words
     from windtunnel.sim.cost.statement import sentences
 
     scheduler, cost = settings.scheduler, settings.cost
@@ -444,8 +413,8 @@ def _tell(frontend: Any, settings: ServerSettings) -> None:
         f"({scheduler.num_gpu_blocks:,} blocks of {scheduler.block_size}), max_model_len {scheduler.max_model_len:,}"
     )
     if settings.executor == "sim" and cost is not None:
-        state = "calibrated" if cost.calibrated else "uncalibrated"
-        note(f"Steps are simulated by {cost.name} ({state}), {settings.speed:g} times as fast; the text is made up")
+        grade = in_words(evidence_of(cost.describe()))
+        note(f"Steps are simulated by {cost.name} ({grade}), {settings.speed:g} times as fast; the text is made up")
         for sentence in sentences(cost.describe()):
             note(sentence)
     else:

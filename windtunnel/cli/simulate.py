@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from windtunnel.cli import options
 from windtunnel.cli.errors import EXIT_SLO_BREACHED
 from windtunnel.cli.output import emit, note, progress_bar, warn
 from windtunnel.cli.panels import flag
@@ -46,10 +47,7 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        flag(_DEPLOYMENT, "--model", metavar="NAME|PATH", help="Bundled model (windtunnel models), or a config.json."),
-    ] = None,
+    model: Annotated[str | None, options.model(_DEPLOYMENT)] = None,
     gpu: Annotated[
         str | None,
         flag(_DEPLOYMENT, "--gpu", metavar="NAME", help="GPU, by its name or a short one (windtunnel gpus)."),
@@ -58,22 +56,11 @@ def simulate(
         str | None,
         flag(_DEPLOYMENT, "--tensor-parallel-size", "--tp", "-tp", metavar="N", help="GPUs that one replica spans."),
     ] = None,
-    gpu_memory_utilization: Annotated[
-        float | None,
-        flag(_DEPLOYMENT, "--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU's memory to use."),
-    ] = None,
-    dtype: Annotated[str | None, flag(_DEPLOYMENT, "--dtype", metavar="TYPE", help="Type of the weights.")] = None,
-    kv_cache_dtype: Annotated[
-        str | None, flag(_DEPLOYMENT, "--kv-cache-dtype", metavar="TYPE", help="Type of the KV cache, such as fp8.")
-    ] = None,
-    num_gpu_blocks_override: Annotated[
-        str | None,
-        flag(_DEPLOYMENT, "--num-gpu-blocks-override", metavar="N", help="KV blocks, whatever the memory."),
-    ] = None,
-    kv_cache_memory_bytes: Annotated[
-        str | None,
-        flag(_DEPLOYMENT, "--kv-cache-memory-bytes", metavar="SIZE", help="Memory for the KV cache: 16GiB, 16GB."),
-    ] = None,
+    gpu_memory_utilization: Annotated[float | None, options.gpu_memory_utilization(_DEPLOYMENT)] = None,
+    dtype: Annotated[str | None, options.dtype(_DEPLOYMENT)] = None,
+    kv_cache_dtype: Annotated[str | None, options.kv_cache_dtype(_DEPLOYMENT)] = None,
+    num_gpu_blocks_override: Annotated[str | None, options.num_gpu_blocks_override(_DEPLOYMENT)] = None,
+    kv_cache_memory_bytes: Annotated[str | None, options.kv_cache_memory_bytes(_DEPLOYMENT)] = None,
     usage_context: Annotated[
         str | None,
         flag(
@@ -131,28 +118,15 @@ def simulate(
             help="What becomes of requests whose replica is gone.",
         ),
     ] = None,
-    max_num_seqs: Annotated[
-        str | None, flag(_ENGINE, "--max-num-seqs", metavar="N", help="Most requests that run at once.")
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        str | None, flag(_ENGINE, "--max-num-batched-tokens", metavar="N", help="Token budget of a step: 8192, 16k.")
-    ] = None,
+    max_num_seqs: Annotated[str | None, options.max_num_seqs(_ENGINE)] = None,
+    max_num_batched_tokens: Annotated[str | None, options.max_num_batched_tokens(_ENGINE)] = None,
     max_model_len: Annotated[
         str | None, flag(_ENGINE, "--max-model-len", metavar="N", help="Longest prompt plus output, in tokens.")
     ] = None,
-    block_size: Annotated[str | None, flag(_ENGINE, "--block-size", metavar="N", help="Tokens in a KV block.")] = None,
-    enable_chunked_prefill: Annotated[
-        bool | None,
-        flag(_ENGINE, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."),
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool | None,
-        flag(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV blocks of prefixes."),
-    ] = None,
-    long_prefill_token_threshold: Annotated[
-        str | None,
-        flag(_ENGINE, "--long-prefill-token-threshold", metavar="N", help="Longest chunk while others are there."),
-    ] = None,
+    block_size: Annotated[str | None, options.block_size(_ENGINE)] = None,
+    enable_chunked_prefill: Annotated[bool | None, options.enable_chunked_prefill(_ENGINE)] = None,
+    enable_prefix_caching: Annotated[bool | None, options.enable_prefix_caching(_ENGINE)] = None,
+    long_prefill_token_threshold: Annotated[str | None, options.long_prefill_token_threshold(_ENGINE)] = None,
     long_prefill_token_threshold_adaptive: Annotated[
         bool | None,
         flag(
@@ -161,10 +135,7 @@ def simulate(
             help="Raise that threshold when few are there.",
         ),
     ] = None,
-    scheduling_policy: Annotated[
-        str | None,
-        flag(_ENGINE, "--scheduling-policy", metavar="fcfs|priority", help="Order of the waiting requests."),
-    ] = None,
+    scheduling_policy: Annotated[str | None, options.scheduling_policy(_ENGINE)] = None,
     watermark: Annotated[
         float | None, flag(_ENGINE, "--watermark", metavar="SHARE", help="Share of blocks an admission leaves free.")
     ] = None,
@@ -211,11 +182,9 @@ def simulate(
             _ENGINE, "--speculative-config", metavar="DRAFTS", help="Speculative decoding; see below, or vLLM's JSON."
         ),
     ] = None,
-    trace: Annotated[
-        str | None, flag(_WORKLOAD, "--trace", metavar="FILE", help="Replay the requests of this file.")
-    ] = None,
+    trace: Annotated[str | None, options.trace(_WORKLOAD)] = None,
     format: Annotated[  # noqa: A002 -- the flag's name
-        str | None, flag(_WORKLOAD, "--format", metavar="NAME", help="Format of the trace, if not to be recognised.")
+        str | None, options.trace_format(_WORKLOAD)
     ] = None,
     time_unit: Annotated[
         str | None, flag(_WORKLOAD, "--time-unit", metavar="UNIT", help="Unit of its times, if not to be recognised.")
@@ -223,18 +192,12 @@ def simulate(
     start: Annotated[
         str | None, flag(_WORKLOAD, "--start", metavar="TIME", help="Begin so far into the trace: 20m, 90s, 1h30m.")
     ] = None,
-    duration: Annotated[
-        str | None, flag(_WORKLOAD, "--duration", metavar="TIME", help="Take so much of the trace.")
-    ] = None,
-    limit: Annotated[
-        str | None, flag(_WORKLOAD, "--limit", metavar="N", help="Take at most so many requests of the trace.")
-    ] = None,
+    duration: Annotated[str | None, options.duration(_WORKLOAD)] = None,
+    limit: Annotated[str | None, options.limit(_WORKLOAD)] = None,
     rate_scale: Annotated[
         float | None, flag(_WORKLOAD, "--rate-scale", metavar="X", help="Replay X times as fast.")
     ] = None,
-    on_bad_row: Annotated[
-        str | None, flag(_WORKLOAD, "--on-bad-row", metavar="error|skip", help="What to do with a row that is wrong.")
-    ] = None,
+    on_bad_row: Annotated[str | None, options.on_bad_row(_WORKLOAD)] = None,
     chunk_tokens: Annotated[
         str | None, flag(_WORKLOAD, "--chunk-tokens", metavar="N", help="Mooncake: tokens in a hashed block.")
     ] = None,
@@ -253,33 +216,19 @@ def simulate(
         str | None,
         flag(_WORKLOAD, "--request-timeout", metavar="TIME", help="The client gives up after so long: 30s, 2m."),
     ] = None,
-    num_prompts: Annotated[
-        str | None, flag(_WORKLOAD, "--num-prompts", metavar="N", help="Number of synthetic requests.")
-    ] = None,
-    input_len: Annotated[
-        str | None,
-        flag(_WORKLOAD, "--input-len", metavar="DIST", help="Prompt tokens of a request."),
-    ] = None,
-    output_len: Annotated[
-        str | None, flag(_WORKLOAD, "--output-len", metavar="DIST", help="Output tokens of a request.")
-    ] = None,
+    num_prompts: Annotated[str | None, options.num_prompts(_WORKLOAD)] = None,
+    input_len: Annotated[str | None, options.input_len(_WORKLOAD)] = None,
+    output_len: Annotated[str | None, options.output_len(_WORKLOAD)] = None,
     request_rate: Annotated[
         str | None,
         flag(_WORKLOAD, "--request-rate", "--rate", metavar="R", help="Requests per second; inf is all at once."),
     ] = None,
-    burstiness: Annotated[
-        str | None, flag(_WORKLOAD, "--burstiness", metavar="B", help="1 Poisson, below burstier, inf constant.")
-    ] = None,
-    arrival: Annotated[
-        str | None, flag(_WORKLOAD, "--arrival", metavar="PROCESS", help="Arrivals, in place of these two.")
-    ] = None,
+    burstiness: Annotated[str | None, options.burstiness(_WORKLOAD)] = None,
+    arrival: Annotated[str | None, options.arrival(_WORKLOAD)] = None,
     max_concurrency: Annotated[
         str | None, flag(_WORKLOAD, "--max-concurrency", metavar="N", help="Most requests in flight (closed loop).")
     ] = None,
-    cost: Annotated[
-        str | None,
-        flag(_RUN, "--cost", metavar="COST", help="What a step costs."),
-    ] = None,
+    cost: Annotated[str | None, options.cost(_RUN)] = None,
     profile: Annotated[
         str | None,
         flag(
@@ -312,7 +261,7 @@ def simulate(
             help="Limit per request, such as ttft:500 or tpot:50. Repeatable; in place of the scenario's.",
         ),
     ] = None,
-    seed: Annotated[str | None, flag(_RUN, "--seed", metavar="N", help="All randomness follows from it.")] = None,
+    seed: Annotated[str | None, options.scenario_seed(_RUN)] = None,
     horizon: Annotated[
         str | None, flag(_RUN, "--horizon", metavar="TIME", help="Stop after so much simulated time.")
     ] = None,
@@ -334,9 +283,7 @@ def simulate(
             help="Price of one GPU for an hour, for the cost of the run: 2.49, or h100-sxm=2.49 (repeatable).",
         ),
     ] = None,
-    currency: Annotated[
-        str | None, flag(_RUN, "--currency", metavar="WORD", help="What prices are in, if not USD.")
-    ] = None,
+    currency: Annotated[str | None, options.currency(_RUN)] = None,
     idle_watts: Annotated[
         list[str] | None,
         flag(_RUN, "--idle-watts", metavar="W", help="Power of one GPU while no step runs, for the energy: 120."),
@@ -353,10 +300,8 @@ def simulate(
         str | None,
         flag(_OUTPUT, "--records-format", metavar="parquet|csv", help="Format of the records in DIR, if not parquet."),
     ] = None,
-    html: Annotated[
-        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write a report that a browser shows, offline too.")
-    ] = None,
-    force: Annotated[bool, flag(_OUTPUT, "--force", help="Write into DIR even if it holds other things.")] = False,
+    html: Annotated[Path | None, options.html_report(_OUTPUT)] = None,
+    force: Annotated[bool, options.force(_OUTPUT)] = False,
     quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress bar and no remarks.")] = False,
     dry_run: Annotated[
         bool, flag(_OUTPUT, "--dry-run", help="Show every setting with its source and the memory plan; run nothing.")

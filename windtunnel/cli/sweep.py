@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from windtunnel.cli.errors import EXIT_INFEASIBLE, EXIT_INTERNAL, EXIT_SLO_BREACHED, exit_code
+from windtunnel.cli import options
+from windtunnel.cli.errors import usage_errors
 from windtunnel.cli.output import emit, note, warn
 from windtunnel.cli.panels import flag
+from windtunnel.cli.results import (
+    check_files,
+    check_is_parquet,
+    check_one_form,
+    exit_as,
+    print_result,
+    tell_written,
+)
+from windtunnel.cli.settings import read_overrides, read_setting, read_specs, words_in
 
 if TYPE_CHECKING:
     from windtunnel.sweeping.plan import SweepPlan
     from windtunnel.sweeping.running import How
-    from windtunnel.sweeping.sensitivity import Sensitivity
+    from windtunnel.sweeping.sensitivity import Sensitivity, SensitivityPlan
     from windtunnel.sweeping.sweep import Sweep
     from windtunnel.workers import Progress
 
+PlanT = TypeVar("PlanT", "SweepPlan", "SensitivityPlan")
+FoundT = TypeVar("FoundT", "Sweep", "Sensitivity")
 _WHAT, _JUDGE, _RUN, _OUTPUT = "What is varied", "What is looked at", "Run", "Output"
 
 
@@ -37,12 +48,14 @@ class _Outputs:
     folder: Path | None
     quiet: bool
 
+    @property
+    def files(self) -> dict[str, Path | None]:
+        """By their flags, those that are not asked for as None."""
+        return {"--html": self.html, "--csv": self.csv, "--parquet": self.parquet}
+
 
 def sweep(
-    scenario: Annotated[
-        str | None,
-        typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of a bundled one.", show_default=False),
-    ] = None,
+    scenario: Annotated[str | None, options.scenario_argument()] = None,
     vary: Annotated[
         list[str] | None,
         flag(
@@ -83,14 +96,8 @@ def sweep(
             help="Say which setting matters most: one at a time, by Sobol indices or by Morris' elementary effects.",
         ),
     ] = None,
-    slo: Annotated[
-        list[str] | None,
-        flag(_JUDGE, "--slo", metavar="'ttft:p99<500ms'", help="An objective, in place of the scenario's; repeat it."),
-    ] = None,
-    goodput: Annotated[
-        list[str] | None,
-        flag(_JUDGE, "--goodput", metavar="'ttft:500'", help="A limit on each request in ms; repeat it."),
-    ] = None,
+    slo: Annotated[list[str] | None, options.slo(_JUDGE)] = None,
+    goodput: Annotated[list[str] | None, options.goodput(_JUDGE)] = None,
     metric: Annotated[
         list[str] | None,
         flag(_JUDGE, "--metric", metavar="KEY", help="What tables and figures show: a key of --json; repeat it."),
@@ -118,39 +125,20 @@ def sweep(
             help="Runs of each point, the same seeds at all: 5, or 1 where nothing is drawn (or --sensitivity).",
         ),
     ] = None,
-    seed: Annotated[int | None, flag(_RUN, "--seed", metavar="N", min=0, help="The first seed.")] = None,
-    jobs: Annotated[
-        int | None,
-        flag(_RUN, "--jobs", "-j", metavar="N", min=1, help="Processes that share the work: all CPUs; same results."),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        flag(_RUN, "--ray", metavar="auto|ADDRESS|local:N", help="Let a Ray cluster do the work; same results."),
-    ] = None,
+    seed: Annotated[int | None, options.first_seed(_RUN)] = None,
+    jobs: Annotated[int | None, options.jobs(_RUN)] = None,
+    ray: Annotated[str | None, options.ray(_RUN)] = None,
     dry_run: Annotated[bool, flag(_RUN, "--dry-run", help="List the points; run nothing.")] = False,
-    output: Annotated[
-        Path | None,
-        flag(
-            _OUTPUT,
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="Keep each run there as soon as it is finished; in the end all tables and reports, too.",
-        ),
-    ] = None,
+    output: Annotated[Path | None, options.kept_in(_OUTPUT)] = None,
     resume: Annotated[
         bool, flag(_OUTPUT, "--resume", help="Go on with the sweep in -o: what is finished is not run again.")
     ] = False,
-    as_json: Annotated[bool, flag(_OUTPUT, "--json", help="Print JSON in place of the table.")] = False,
-    markdown: Annotated[bool, flag(_OUTPUT, "--markdown", help="Print Markdown in place of the table.")] = False,
-    html: Annotated[
-        Path | None, flag(_OUTPUT, "--html", metavar="FILE", help="Write one self-contained HTML file.")
-    ] = None,
-    csv: Annotated[
-        Path | None, flag(_OUTPUT, "--csv", metavar="FILE", help="Write one row a run with all of its numbers.")
-    ] = None,
-    parquet: Annotated[Path | None, flag(_OUTPUT, "--parquet", metavar="FILE", help="The same as Parquet.")] = None,
-    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
+    as_json: Annotated[bool, options.json_for_table(_OUTPUT)] = False,
+    markdown: Annotated[bool, options.markdown_for_table(_OUTPUT)] = False,
+    html: Annotated[Path | None, options.html_file(_OUTPUT)] = None,
+    csv: Annotated[Path | None, options.csv_of_runs(_OUTPUT)] = None,
+    parquet: Annotated[Path | None, options.parquet(_OUTPUT)] = None,
+    quiet: Annotated[bool, options.quiet(_OUTPUT)] = False,
 ) -> None:
     """What if: simulate a scenario at many settings, several times each, with the same requests at all of them.
 
@@ -168,9 +156,9 @@ def sweep(
                        --vary max_num_batched_tokens=2k:16k --sensitivity morris
     """
     outputs = _Outputs(as_json, markdown, html, csv, parquet, output, quiet)
-    varied = _varied(vary or ())
+    varied = read_specs(vary or (), "--vary", said="varied")
     overrides = _overrides(settings or (), slo, goodput, seed)
-    _check_outputs(outputs, (scenario, *_named(varied, overrides)), resume=resume)
+    _check_outputs(outputs, (scenario, *words_in(varied), *words_in(overrides)), resume=resume)
     asked: dict[str, Any] = {
         "scenario": scenario,
         "vary": varied,
@@ -180,82 +168,45 @@ def sweep(
         "metrics": metric or (),
         "overrides": overrides,
     }
-    try:
+    doing = _Doing(jobs, ray, outputs, resume)
+    with usage_errors():
         if sensitivity is not None:
             drawn = "" if sampling == "lhs" else sampling
             _refuse_with_sensitivity(zip=zip_, sampling=drawn, best=best, baseline=baseline, dry_run=dry_run)
-            _finish(_sensitivity(sensitivity, asked, jobs, ray, outputs, resume=resume), outputs)
+            _finish(_sensitivity(sensitivity, asked, doing), outputs)
             return
-        from windtunnel.sweeping.plan import plan_sweep
-
-        plan = plan_sweep(
-            **asked,
-            is_zipped=zip_,
-            sampling=sampling,
-            best_by=best,
-            baseline=None if baseline is None else dict(map(_setting, baseline.split(";"))),
-        )
+        plan = _plan(asked, is_zipped=zip_, sampling=sampling, best=best, baseline=baseline)
         if dry_run:
             emit(_plan_text(plan, as_json=as_json))
             return
-        _finish(_run(plan, jobs, ray, outputs, resume=resume), outputs)
-    except ValueError as error:
-        raise error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error)) from None
+        _finish(_sweep(plan, doing), outputs)
 
 
 # --- what was asked
 
 
-def _varied(texts: Iterable[str]) -> dict[str, str]:
-    from windtunnel.sweeping.axes import parse_vary
-
-    found: dict[str, str] = {}
-    for text in texts:
-        try:
-            key, spec = parse_vary(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--vary") from None
-        if key in found:
-            raise typer.BadParameter(f"{key} is varied twice: put all of its values into one", param_hint="--vary")
-        found[key] = spec
-    return found
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    from windtunnel.sweeping.axes import read_value
-
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise typer.BadParameter(f"{text!r} must read KEY=VALUE", param_hint="--set, --baseline")
-    return key.strip().lstrip("-").replace("-", "_"), read_value(value.strip())
-
-
-def _named(varied: Mapping[str, str], overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Whatever may be a file that runs read: words among values."""
-    for spec in varied.values():
-        yield from (part.strip() for part in re.split("[,;]", spec.removeprefix("choice:")))
-    yield from (value for value in overrides.values() if isinstance(value, str))
-
-
 def _overrides(
     settings: Iterable[str], slo: list[str] | None, goodput: list[str] | None, seed: int | None
 ) -> dict[str, Any]:
-    from windtunnel.comparison_plan import setting_key
-
-    found: dict[str, Any] = {}
-    for key, value in map(_setting, settings):
-        key = setting_key(key, value)
-        if key in found:
-            raise typer.BadParameter(f"{key} is set twice: drop one of them", param_hint="--set")
-        found[key] = value
+    found = read_overrides(settings, {"--slo": ("objectives", slo), "--goodput": ("goodput", goodput)})
     if seed is not None and "seed" in found:
         raise typer.BadParameter("--seed and --set seed say the same: drop one of them")
-    for key, option, given in (("objectives", "--slo", slo), ("goodput", "--goodput", goodput)):
-        if given:
-            if key in found:
-                raise typer.BadParameter(f"{option} and --set {key} say the same: drop one of them")
-            found[key] = given
     return found
+
+
+def _plan(
+    asked: dict[str, Any], *, is_zipped: bool, sampling: str, best: str | None, baseline: str | None
+) -> SweepPlan:
+    from windtunnel.sweeping.plan import plan_sweep
+
+    settings = () if baseline is None else baseline.split(";")
+    return plan_sweep(
+        **asked,
+        is_zipped=is_zipped,
+        sampling=sampling,
+        best_by=best,
+        baseline=dict(read_setting(text, "--baseline") for text in settings) or None,
+    )
 
 
 def _refuse_with_sensitivity(**given: Any) -> None:
@@ -267,77 +218,84 @@ def _refuse_with_sensitivity(**given: Any) -> None:
 
 
 def _check_outputs(outputs: _Outputs, inputs: Sequence[str | None], *, resume: bool) -> None:
-    from windtunnel.rundir import check_can_write_file
-
-    if outputs.as_json and outputs.markdown:
-        raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
+    check_one_form(as_json=outputs.as_json, markdown=outputs.markdown)
     if resume and outputs.folder is None:
         raise typer.BadParameter("which sweep? Name its folder with -o DIR", param_hint="--resume")
-    given = [path for path in (outputs.html, outputs.csv, outputs.parquet) if path is not None]
-    for path in given:
-        check_can_write_file(path, inputs=inputs)
-    if len({path.resolve() for path in given}) < len(given):
-        raise typer.BadParameter("two outputs have the same name: give them different ones")
-    if outputs.parquet is not None and outputs.parquet.suffix.lower() not in (".parquet", ".pq"):
-        raise typer.BadParameter(f"{outputs.parquet} must end in .parquet or .pq", param_hint="--parquet")
+    check_files(outputs.files, inputs)
+    check_is_parquet(outputs.parquet)
     if outputs.folder is not None:
         from windtunnel.sweeping.running import check_folder, check_is_no_part
 
         check_folder(outputs.folder, resume=resume)
-        for path in given:
-            check_is_no_part(outputs.folder, path)
+        for path in outputs.files.values():
+            if path is not None:
+                check_is_no_part(outputs.folder, path)
 
 
 # --- doing it
 
 
-def _run(plan: SweepPlan, jobs: int | None, ray: str | None, outputs: _Outputs, *, resume: bool) -> Sweep:
-    from windtunnel.sweeping.running import prepared
+@dataclass(frozen=True, slots=True)
+class _Doing:
+    """Who does the runs, and where they are kept."""
+
+    jobs: int | None
+    ray: str | None
+    outputs: _Outputs
+    resume: bool
+
+    @contextmanager
+    def prepared(self, num_runs: int) -> Iterator[tuple[How, Progress]]:
+        """What runs are done by, and the line that tells how many are through."""
+        from windtunnel.sweeping.running import prepared
+        from windtunnel.workers import Progress
+
+        with (
+            Progress(num_runs, label="simulations", quiet=self.outputs.quiet) as progress,
+            prepared(self.jobs, ray=self.ray, folder=self.outputs.folder, resume=self.resume, tell=progress) as how,
+        ):
+            yield how, progress
+
+
+def _sweep(plan: SweepPlan, doing: _Doing) -> Sweep:
     from windtunnel.sweeping.sweep import execute_plan
-    from windtunnel.workers import Progress
 
-    if plan.why_reps and not outputs.quiet:
-        note(plan.why_reps)
-    with (
-        Progress(plan.num_runs, label="simulations", quiet=outputs.quiet) as progress,
-        prepared(jobs, ray=ray, folder=outputs.folder, resume=resume, tell=progress) as how,
-    ):
-        with _telling_of_what_is_kept(how, progress, outputs, resume=resume):
-            found = execute_plan(plan, how)
-        progress.close()
-        if outputs.folder is not None:
-            found.save(outputs.folder)
-    return found
+    _tell_of_plan((plan.why_reps, *plan.notes), doing.outputs)
+    return _carried_out(plan, execute_plan, doing)
 
 
-def _sensitivity(
-    method: str, asked: dict[str, Any], jobs: int | None, ray: str | None, outputs: _Outputs, *, resume: bool
-) -> Sensitivity:
-    from windtunnel.sweeping.running import prepared
+def _sensitivity(method: str, asked: dict[str, Any], doing: _Doing) -> Sensitivity:
     from windtunnel.sweeping.sensitivity import execute_sensitivity, plan_sensitivity
-    from windtunnel.workers import Progress
 
     plan = plan_sensitivity(method=method, **asked)
-    with (
-        Progress(plan.num_runs, label="simulations", quiet=outputs.quiet) as progress,
-        prepared(jobs, ray=ray, folder=outputs.folder, resume=resume, tell=progress) as how,
-    ):
-        with _telling_of_what_is_kept(how, progress, outputs, resume=resume):
-            found = execute_sensitivity(plan, how)
+    _tell_of_plan(plan.notes, doing.outputs)
+    return _carried_out(plan, execute_sensitivity, doing)
+
+
+def _carried_out(plan: PlanT, execute: Callable[[PlanT, How], FoundT], doing: _Doing) -> FoundT:
+    with doing.prepared(plan.num_runs) as (how, progress):
+        with _telling_of_what_is_kept(how, progress, doing):
+            found = execute(plan, how)
         progress.close()
-        if outputs.folder is not None:
-            found.save(outputs.folder)
+        if doing.outputs.folder is not None:
+            found.save(doing.outputs.folder)
     return found
 
 
 # --- telling
 
 
+def _tell_of_plan(notes: Iterable[str], outputs: _Outputs) -> None:
+    if not outputs.quiet:
+        for text in filter(None, notes):
+            note(text)
+
+
 @contextmanager
-def _telling_of_what_is_kept(how: How, progress: Progress, outputs: _Outputs, *, resume: bool) -> Iterator[None]:
+def _telling_of_what_is_kept(how: How, progress: Progress, doing: _Doing) -> Iterator[None]:
     """Say what of a resumed sweep is of no use any more, as whoever resumes does not expect it."""
-    store = how.store
-    if store is None or not resume or outputs.quiet:
+    store, outputs = how.store, doing.outputs
+    if store is None or not doing.resume or outputs.quiet:
         yield
         return
     if store.num_outdated:
@@ -366,6 +324,7 @@ def _plan_text(plan: SweepPlan, *, as_json: bool) -> str:
                 "seeds": list(plan.seeds),
                 "metrics": list(plan.metrics),
                 "points": [point.settings for point in plan.points],
+                "notes": list(plan.notes),
             }
         )
     rows = [(str(number), *point.words.values()) for number, point in enumerate(plan.points, 1)]
@@ -373,6 +332,7 @@ def _plan_text(plan: SweepPlan, *, as_json: bool) -> str:
         f"scenario: {plan.base.scenario.name}",
         f"points: {len(plan.points):,}, {len(plan.seeds):,} runs each: {plan.num_runs:,} simulations",
         f"metrics: {', '.join(plan.metrics)}",
+        *plan.notes,
         "",
     ]
     return "\n".join([*lines, *table([("point", *(axis.key for axis in plan.axes)), *rows])])
@@ -380,24 +340,12 @@ def _plan_text(plan: SweepPlan, *, as_json: bool) -> str:
 
 def _finish(found: Sweep | Sensitivity, outputs: _Outputs) -> None:
     """Write and print; raises typer.Exit(4) if nothing starts, (99) if no point keeps the objectives."""
-    from windtunnel.rundir import to_json
-
-    if outputs.html is not None:
-        found.report(outputs.html)
-    if outputs.csv is not None:
-        found.to_csv(outputs.csv)
-    if outputs.parquet is not None:
-        found.to_parquet(outputs.parquet)
-    written = [path for path in (outputs.html, outputs.csv, outputs.parquet, outputs.folder) if path is not None]
-    if written and not outputs.quiet:
-        note(f"wrote {', '.join(map(str, written))}")
+    for path, write in ((outputs.html, found.report), (outputs.csv, found.to_csv), (outputs.parquet, found.to_parquet)):
+        if path is not None:
+            write(path)
+    tell_written((*outputs.files.values(), outputs.folder), quiet=outputs.quiet)
+    print_result(found, as_json=outputs.as_json, markdown=outputs.markdown)
     if outputs.as_json:
-        emit(to_json(found.to_dict()))
         for text in found.warnings:
             warn(text)
-    else:
-        emit((found.markdown() if outputs.markdown else found.text()).rstrip("\n"))
-    if found.is_infeasible:
-        raise typer.Exit(EXIT_INFEASIBLE)
-    if found.slo_passed is False:
-        raise typer.Exit(EXIT_SLO_BREACHED)
+    exit_as(found)

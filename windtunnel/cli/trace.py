@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
+from windtunnel.cli import options
 from windtunnel.cli.output import note
 
 
 def trace(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="What windtunnel simulate -o wrote.", show_default=False)
-    ],
+    run_dir: Annotated[Path, options.run_folder_argument()],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The trace, a JSON file.", show_default=False)
     ],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from windtunnel.cli import options
 from windtunnel.cli.errors import EXIT_SLO_BREACHED
 from windtunnel.cli.output import emit, note, warn
 from windtunnel.cli.panels import flag
@@ -150,8 +151,8 @@ def validate(
         Path | None,
         flag(_OUTPUT, "--output", "-o", metavar="DIR", help="Write the live runs, the simulated one and the verdict."),
     ] = None,
-    force: Annotated[bool, flag(_OUTPUT, "--force", help="Write into DIR even if it holds other things.")] = False,
-    quiet: Annotated[bool, flag(_OUTPUT, "--quiet", "-q", help="No progress and no remarks on stderr.")] = False,
+    force: Annotated[bool, options.force(_OUTPUT)] = False,
+    quiet: Annotated[bool, options.quiet(_OUTPUT)] = False,
     **simulated: Any,
 ) -> None:
     """Lay a prediction beside what really happened: the error in every number, the verdict, and why.

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from windtunnel.optimizing.judging import is_as_good
-from windtunnel.optimizing.question import Question
-from windtunnel.optimizing.search import Bench, Deployment, Found, deployment_of
+from windtunnel.optimizing.judging import is_as_good, to_beat
+from windtunnel.optimizing.question import CAPACITY, Question
+from windtunnel.optimizing.search import FIRST_OF_FINALISTS, Bench, Deployment, Found, Wanted, deployment_of
 from windtunnel.reports.optimize_data import SEARCH, Confirmation, Step, is_level
 from windtunnel.reports.sweep_data import SweptPoint, paired
 
@@ -42,16 +42,16 @@ class Explainer:
         if not away:
             return winner, {}
         best = self._searched([winner.settings])[0]
-        alone = self._searched([{**winner.settings, knob.key: knob.default} for knob in away])
+        alone = self._searched([{**winner.settings, knob.key: knob.default} for knob in away], best)
         free = [knob for knob, point in zip(away, alone, strict=True) if self._may_replace(best, point)]
         chosen = dict(winner.settings)
         together = {**chosen, **{knob.key: knob.default for knob in free}}
-        if free and self._may_replace(best, self._searched([together])[0]):
+        if free and self._may_replace(best, self._searched([together], best)[0]):
             chosen = together
         else:
             for knob in free:
                 trial = {**chosen, knob.key: knob.default}
-                if self._may_replace(best, self._searched([trial])[0]):
+                if self._may_replace(best, self._searched([trial], best)[0]):
                     chosen = trial
         if chosen == winner.settings:
             return winner, {}
@@ -139,25 +139,79 @@ class Explainer:
 
     # --- runs
 
-    def _searched(self, wanted: Sequence[Mapping[str, Any]]) -> list[SweptPoint]:
-        return self._points(wanted, self._question.seeds, is_fresh=False)
+    def _searched(self, wanted: Sequence[Mapping[str, Any]], against: SweptPoint | None = None) -> list[SweptPoint]:
+        """On seeds of the search; at capacity on some, and where one stays below ``against`` on the first it ends."""
+        seeds = self._question.seeds
+        if self._question.at == CAPACITY:
+            seeds = seeds[:FIRST_OF_FINALISTS]
+        return self._points(wanted, seeds, is_fresh=False, against=against)
 
     def _fresh(self, wanted: Sequence[Mapping[str, Any]]) -> list[SweptPoint]:
         return self._points(wanted, self._question.fresh_seeds, is_fresh=True)
 
-    def _points(self, wanted: Sequence[Mapping[str, Any]], seeds: Sequence[int], *, is_fresh: bool) -> list[SweptPoint]:
+    def _points(
+        self,
+        wanted: Sequence[Mapping[str, Any]],
+        seeds: Sequence[int],
+        *,
+        is_fresh: bool,
+        against: SweptPoint | None = None,
+    ) -> list[SweptPoint]:
         """What these settings come to on these seeds, each once; what the search knows already is not run again."""
         names = [(tuple(map(repr, settings.values())), is_fresh) for settings in wanted]
         if not is_fresh:
             for each in self._found.deployments:
-                if len(each.runs) == len(seeds):
-                    self._known.setdefault((tuple(map(repr, each.settings.values())), False), each.point)
+                if self._is_known(each, len(seeds)):
+                    name = (tuple(map(repr, each.settings.values())), False)
+                    self._known.setdefault(name, replace(each.point, runs=tuple(each.runs[: len(seeds)])))
         missing = {name: settings for name, settings in zip(names, wanted, strict=True) if name not in self._known}
         made = {name: self._deployment(settings) for name, settings in missing.items()}
-        runs = self._bench.run([(each.settings, each.loaded) for each in made.values()], seeds)
-        for (name, each), own in zip(made.items(), runs, strict=True):
-            self._known[name] = replace(each.point, runs=tuple(own))
+        for name, runs in zip(made, self._runs(list(made.values()), seeds, against), strict=True):
+            self._known[name] = replace(made[name].point, runs=tuple(runs))
         return [self._known[name] for name in names]
+
+    def _is_known(self, each: Deployment, number: int) -> bool:
+        """Whether its runs are so many of the kind that is wanted here, which at capacity only finalists have."""
+        if self._question.at != CAPACITY:
+            return len(each.runs) == number
+        return len(each.runs) >= number and each.is_exact
+
+    def _runs(
+        self, made: Sequence[Deployment], seeds: Sequence[int], against: SweptPoint | None
+    ) -> list[list[dict[str, Any]]]:
+        """The runs of each, fewer of those that stay below ``against`` on the first seed."""
+        question, bench = self._question, self._bench
+        if question.at != CAPACITY:
+            return bench.run([Wanted(each.loaded) for each in made], seeds)
+        around = self._found.best[0].rate_per_gpu
+        first = None if against is None else replace(against, runs=against.runs[:1])
+        runs = bench.run(
+            [
+                Wanted(
+                    each.loaded,
+                    (each.rate_per_gpu or around,),
+                    None if first is None else to_beat(question, first, each.settings),
+                )
+                for each in made
+            ],
+            seeds[:1],
+        )
+        known = [k for k, own in enumerate(runs) if own[0].get("below_rate") is None]
+        wanted = [Wanted(made[k].loaded, self._expected(runs[k][0], seeds)) for k in known]
+        for k, more in zip(known, bench.run(wanted, seeds[1:]), strict=True):
+            runs[k] = [*runs[k], *more]
+        return runs
+
+    def _expected(self, first: Mapping[str, Any], seeds: Sequence[int]) -> tuple[float | None, ...]:
+        """Where the rates of the other seeds are expected, which draw requests that are lighter or heavier for all."""
+        if not first.get("max_rate") or not first.get("num_gpus"):
+            return (None,) * (len(seeds) - 1)
+        own = first["max_rate"] / first["num_gpus"]
+        for point in self._known.values():
+            rates = point.values("max_rate")
+            if len(rates) == len(seeds) and point.values("seed") == tuple(map(float, seeds)) and all(rates):
+                return tuple(own * rate / rates[0] for rate in rates[1:])
+        return (own,) * (len(seeds) - 1)
 
     def _deployment(self, settings: Mapping[str, Any]) -> Deployment:
         for each in self._found.deployments:

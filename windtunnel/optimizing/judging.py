@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from windtunnel.optimizing.measuring import SECONDS_AN_HOUR
+from windtunnel.optimizing.capacity_job import SECONDS_AN_HOUR, ToBeat
 from windtunnel.optimizing.question import CAPACITY, Question
 from windtunnel.reports.optimize_data import Tried, is_level
 from windtunnel.reports.sweep_data import LEVEL, SweptPoint, paired
@@ -33,7 +33,7 @@ def excludes(question: Question, best: SweptPoint, point: SweptPoint) -> bool:
 
     At capacity a single run has an interval of its own: from the rate that holds to the rate that fails.
     """
-    if question.at == CAPACITY:
+    if question.at == CAPACITY and len(point.runs) == 1:
         return _rate_excludes(question, best, point)
     key, sign = question.target.key, question.target.sign
     own, other = point.values(key), best.values(key)[: len(point.runs)]
@@ -59,6 +59,34 @@ def cannot_win(question: Question, best: SweptPoint, point: SweptPoint) -> bool:
         if offered * SECONDS_AN_HOUR / cost >= (1 - LEVEL) * value:
             return False
     return bool(point.runs)
+
+
+def to_beat(question: Question, best: SweptPoint, settings: Mapping[str, object]) -> ToBeat | None:
+    """What a deployment with these settings has to reach at capacity to take the place of the best; None elsewhere.
+
+    A rate to beat makes sense for goodput and what is made of it, of which the best must have some.
+    """
+    key = question.target.key
+    value = best.mean(key)
+    if question.at != CAPACITY or key not in _PAID_WITH or question.target.sign < 0 or not value:
+        return None
+    return ToBeat(
+        value=value,
+        per=_PAID_WITH[key],
+        cost=cost_of(question, best),
+        is_priced=question.is_priced,
+        num_away=num_away(question, best.settings),
+        own_num_away=num_away(question, settings),
+        oom_margin_gib=best.mean("oom_margin_gib") or 0.0,
+    )
+
+
+_PAID_WITH = {"goodput_per_dollar": "cost_per_hour", "goodput_per_gpu_hour": "num_gpus", "goodput": ""}
+
+
+def num_away(question: Question, settings: Mapping[str, object]) -> int:
+    """Knobs that are not at vLLM's default."""
+    return sum(repr(settings.get(knob.key)) != repr(knob.default) for knob in question.knobs)
 
 
 def _rate_excludes(question: Question, best: SweptPoint, point: SweptPoint) -> bool:
@@ -117,6 +145,6 @@ def _order(question: Question, each: Tried) -> tuple[float, float, int, float, i
     At capacity, where the rate says it all, a head-room is not known.
     """
     headroom = each.point.mean("headroom") or 0.0
-    away = sum(repr(each.point.settings.get(knob.key)) != repr(knob.default) for knob in question.knobs)
+    away = num_away(question, each.point.settings)
     margin = each.point.mean("oom_margin_gib") or 0.0
     return cost_of(question, each.point), -round(headroom / HEADROOM), away, -margin, each.point.number

@@ -3,55 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import ceil, inf, isfinite, log
-from pathlib import Path
+from dataclasses import replace
+from math import ceil, isfinite
 from typing import TYPE_CHECKING, Any
 
+from windtunnel.optimizing.capacity_job import FUNCTION, SECONDS_AN_HOUR, CapacityTrial, ToBeat
 from windtunnel.optimizing.question import CAPACITY, Question
 from windtunnel.sim.metrics.slo import LATENCIES, Slo
-from windtunnel.trials.files import digest
-from windtunnel.trials.trial import Trial, trial_of
+from windtunnel.trials.trial import trial_of
 from windtunnel.workers import Job
 
 if TYPE_CHECKING:
     from windtunnel.scenarios.load import Loaded
 
-SECONDS_AN_HOUR = 3600
 COARSE = {"replications": 4, "num_requests": 1_000, "precision": 0.1}
 """How a rate is searched for while the field is large."""
-FINE = {"replications": 8, "num_requests": 1_000, "precision": 0.1}
-"""The same for those that may win, for the confirmation and for the walk."""
-FUNCTION = "windtunnel.optimizing.measuring:run_capacity"
+FINE = {"replications": 4, "num_requests": 1_000, "precision": 0.05}
+"""The same with each of several seeds for those that may win, for the confirmation and for the walk.
+
+Of so many simulations in all, more seeds of fewer replications each leave the shorter interval.
+"""
 BEYOND = 12
 """Requests beyond a percentile that all replications together have at least."""
 COUNTED_SHARE = 0.7
 """Of the requests of a run; the first ones find the system empty."""
-OVERLOADED = 0.5
-"""Share of overloaded replications from which on a rate counts as too high."""
 MISSED = 0.01
 """By how much an objective that was missed counts as missed at least."""
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityTrial:
-    """A deployment whose largest rate is to be found."""
-
-    trial: Trial
-    settings: dict[str, float]
-
-    def identity(self) -> dict[str, Any]:
-        """All that the result depends on."""
-        return {**self.trial.identity(), "settings": self.settings}
-
-
-def job_of(question: Question, loaded: Loaded, seed: int, *, is_fine: bool) -> Job:
-    """The job of one run of a deployment with one seed."""
+def job_of(
+    question: Question,
+    loaded: Loaded,
+    seed: int,
+    *,
+    is_fine: bool,
+    around: float | None = None,
+    to_beat: ToBeat | None = None,
+) -> Job:
+    """The job of one run of a deployment with one seed; the hints are those of a search at capacity."""
     seeded = replace(loaded, scenario=loaded.scenario.model_copy(update={"seed": seed}))
     job = trial_of(seeded)
     if question.at != CAPACITY:
         return job
-    return Job(FUNCTION, CapacityTrial(job.argument, capacity_settings(question.objectives, is_fine=is_fine)))
+    settings = capacity_settings(question.objectives, is_fine=is_fine)
+    return Job(FUNCTION, CapacityTrial(job.argument, settings, around, to_beat, not is_fine))
 
 
 def capacity_settings(objectives: Sequence[Slo], *, is_fine: bool) -> dict[str, float]:
@@ -63,100 +58,6 @@ def capacity_settings(objectives: Sequence[Slo], *, is_fine: bool) -> dict[str, 
     needed = max((BEYOND / tail for tail in tails), default=0.0)
     counted = own["replications"] * COUNTED_SHARE
     return {**own, "num_requests": max(own["num_requests"], ceil(needed / counted))}
-
-
-def run_capacity(asked: CapacityTrial) -> dict[str, Any]:
-    """The largest rate at which a deployment keeps its objectives, as a flat dict as ``run_trial`` gives one.
-
-    ``max_rate`` is the estimate; where there is none what was shown to hold, and where nothing was, for want of runs,
-    where the estimates of single rates cross the limit; 0 where they do nowhere.  Raises as ``max_rate`` does, and
-    ScenarioUnreadable for files that have changed.
-    """
-    from windtunnel.capacity.max_rate import max_rate
-    from windtunnel.scenarios.load import load_scenario
-    from windtunnel.trials import Obstacle, resolved_or_obstacle
-
-    trial = asked.trial
-    _check_unchanged(trial)
-    resolved = resolved_or_obstacle(load_scenario(trial.scenario))
-    if isinstance(resolved, Obstacle):
-        return {"verdict": resolved.verdict, "infeasible": resolved.reason, "num_simulations": 0}
-    found = max_rate(
-        resolved,
-        replications=int(asked.settings["replications"]),
-        num_requests=int(asked.settings["num_requests"]),
-        precision=asked.settings["precision"],
-    )
-    rate = found.rate or found.low or estimated_rate([(row.rate, _tightest(row)) for row in found.rows])
-    at = found.row_at_the_limit
-    worst = at.verdict.worst
-    pool, rates = resolved.kv_pool, resolved.rates
-    return {
-        "verdict": "stable" if rate else "no rate holds",
-        "infeasible": None,
-        "seed": resolved.seed,
-        "num_gpus": resolved.num_gpus,
-        "kv_cache_tokens": None if pool is None else pool.kv_cache_tokens,
-        "oom_margin_bytes": None if pool is None else pool.oom_margin_bytes,
-        "memory_verdict": None if pool is None else pool.verdict,
-        "max_rate": rate,
-        "holds_up_to": found.low,
-        "fails_from": found.high,
-        "utilisation": found.utilisation,
-        "saturation_rate": found.saturation_rate,
-        "binding": found.binding,
-        "limiting": None if found.limiting is None else found.limiting.text,
-        "outcome": found.outcome,
-        "cost_per_hour": None if rates.gpu_hour is None else rates.gpu_hour * resolved.num_gpus,
-        "slo_passed": bool(rate),
-        "slo_missed": None if rate else worst.slo.text,
-        "worst_use": _use(worst.estimate, worst.slo),
-        "num_simulations": found.num_simulations,
-        "num_simulated_requests": found.num_simulated_requests,
-        **_of_cost(resolved),
-    }
-
-
-def _tightest(row: Any) -> float:
-    """The use of the tightest limit at a rate, by the estimates; infinite where the queue grows without bound."""
-    margin: float = row.verdict.margin
-    return inf if row.verdict.overloaded_share >= OVERLOADED else margin
-
-
-def estimated_rate(uses: Sequence[tuple[float, float]]) -> float:
-    """Where the use of a limit crosses 1, by interpolation in logarithms between rates; 0 if it does so nowhere.
-
-    ``uses`` has pairs of a rate and a use, by rate.  Where all lie below 1 the highest rate is taken.
-    """
-    below = 0.0
-    used = 0.0
-    for rate, use in uses:
-        if use > 1:
-            if not below:
-                return 0.0
-            share = 0.5 if not isfinite(use) or used <= 0 else log(1 / used) / log(use / used)
-            return float(below * (rate / below) ** share)
-        below, used = rate, use
-    return below
-
-
-def _of_cost(resolved: Any) -> dict[str, Any]:
-    told = resolved.describe()["metadata"]
-    return {
-        key: value for key, value in told.items() if key.startswith(("cost_model", "step_time")) or key == "model_id"
-    }
-
-
-def _check_unchanged(trial: Trial) -> None:
-    from windtunnel.scenarios.errors import ScenarioUnreadable
-
-    for path, known in trial.digests.items():
-        try:
-            is_same = digest(Path(path)) == known
-        except OSError as error:
-            raise ScenarioUnreadable(f"cannot read {path}: {error.strerror or error}") from error
-        if not is_same:
-            raise ScenarioUnreadable(f"{path} has changed since this work began: start it again")
 
 
 # --- numbers that are made of a run's
@@ -180,6 +81,8 @@ def completed(question: Question, run: Mapping[str, Any]) -> dict[str, Any]:
     elif _number(run.get("worst_use")) is None:
         made["worst_use"] = _number(run.get("utilisation")) if question.at != CAPACITY else None
         made["worst_objective"] = "utilisation" if made["worst_use"] is not None else None
+    if run.get("below_rate") is not None:
+        made |= _bounds(made, run)
     use = made.get("worst_use", _number(run.get("worst_use")))
     made["headroom"] = None if use is None or question.at == CAPACITY else 1 - use
     return {**run, **made}
@@ -190,6 +93,18 @@ def _goodput(question: Question, run: Mapping[str, Any]) -> float | None:
     if question.at == CAPACITY:
         return _number(run.get("max_rate"))
     return _number(run.get("request_goodput" if question.has_limits else "request_throughput"))
+
+
+def _bounds(made: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, float | None]:
+    """What the target's numbers are below, under keys of their own: a bound is never a number that was measured."""
+    below = _number(run.get("below_rate"))
+    cost, gpus = _number(run.get("cost_per_hour")), _number(run.get("num_gpus"))
+    assert made["goodput"] is None
+    return {
+        "goodput_below": below,
+        "goodput_per_dollar_below": _per_hour(below, cost),
+        "goodput_per_gpu_hour_below": _per_hour(below, gpus),
+    }
 
 
 def _per_hour(rate: float | None, whole: float | None) -> float | None:
@@ -217,10 +132,22 @@ def uses_of(run: Mapping[str, Any], objectives: Sequence[Slo]) -> dict[str, floa
     found = {}
     for slo in objectives:
         measured = _measured(run, slo)
-        use = None if measured is None else _use(measured, slo)
+        use = None if measured is None else use_of_limit(measured, slo)
         if use is not None:
-            found[slo.text] = use
+            found[slo.text] = max(use, _use_by_failures(run, slo))
     return found
+
+
+def _use_by_failures(run: Mapping[str, Any], slo: Slo) -> float:
+    """Failed requests over those that a limit on a latency leaves room for, where there are more; else 0.
+
+    Each of them is later than any limit, which the latencies of the others do not show.
+    """
+    whole, failed = _number(run.get("num_prompts")), _number(run.get("failed"))
+    if slo.metric not in LATENCIES or not whole or not failed:
+        return 0.0
+    use = 100 * failed / whole / max(slo.room_percent, MISSED)
+    return use if use > 1 else 0.0
 
 
 def _measured(run: Mapping[str, Any], slo: Slo) -> float | None:
@@ -242,7 +169,7 @@ def _measured(run: Mapping[str, Any], slo: Slo) -> float | None:
     return None if value is None else value * scale
 
 
-def _use(measured: float | None, slo: Slo) -> float | None:
+def use_of_limit(measured: float | None, slo: Slo) -> float | None:
     """1 is at the limit.  Of a share that must be large it is what lacks to 100 %, over what may lack."""
     if measured is None or not isfinite(measured):
         return None

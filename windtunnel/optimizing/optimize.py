@@ -155,7 +155,7 @@ def _gathered(
         importance=found.importance,
         seeds=question.seeds,
         num_rounds=found.num_rounds,
-        stop=found.stop,
+        stop=_stop_words(found),
         num_search=num_search,
         num_after=num_all - num_search,
         num_combinations=question.num_combinations,
@@ -167,6 +167,32 @@ def _gathered(
         notes=question.notes,
         is_fixed=is_fixed(question.base.scenario),
     )
+
+
+def _stop_words(found: Found) -> str:
+    """Why the search ended, and how many deployments were only held at the rate that they need."""
+    number = sum(each.is_bound for each in found.deployments)
+    if not number:
+        return found.stop
+    was = (
+        "stays below what it needs to be the best, and was"
+        if number == 1
+        else ("stay below what they need to be the best, and were")
+    )
+    return f"{found.stop}; {number:,} of them {was} searched no further"
+
+
+def _with_bounds(rows: Iterable[Mapping[str, Any]], found: Optimized) -> list[dict[str, Any]]:
+    """Rows of trials, with what the target of a trial is below where that is all that is known of it."""
+    bounds = {each.point.number: _upper_bound(found, each) for each in found.tried}
+    return [
+        {**row, "upper_bound": bounds[row["trial"]], "is_upper_bound": bounds[row["trial"]] is not None} for row in rows
+    ]
+
+
+def _upper_bound(found: Optimized, each: Tried) -> float | None:
+    known = [run[f"{found.target.key}_below"] for run in each.point.runs if run.get("below_rate") is not None]
+    return float(known[0]) if known else None
 
 
 def _tuned(knob: Knob) -> TunedKnob:
@@ -235,12 +261,15 @@ class Optimum:
 
     @property
     def trials(self) -> pd.DataFrame:
-        """One row a deployment that was tried: its settings, what it came to, and why it got no more runs."""
+        """One row a deployment that was tried: its settings, what it came to, and why it got no more runs.
+
+        One that could not be the best at capacity has no number, but an ``upper_bound`` of the target.
+        """
         import pandas as pd
 
         from windtunnel.reports.optimize_table import trial_rows
 
-        return pd.DataFrame(list(trial_rows(self.optimized)))
+        return pd.DataFrame(_with_bounds(trial_rows(self.optimized), self.optimized))
 
     @property
     def runs(self) -> pd.DataFrame:
@@ -255,7 +284,8 @@ class Optimum:
         """All of it as plain data, in a fixed order: what ``windtunnel optimize --json`` prints."""
         from windtunnel.reports.optimize_table import to_dict
 
-        return {"schema_version": SCHEMA_VERSION, **to_dict(self.optimized)}
+        told = to_dict(self.optimized)
+        return {"schema_version": SCHEMA_VERSION, **told, "trials": _with_bounds(told["trials"], self.optimized)}
 
     def text(self) -> str:
         """The answer, the walk to it, and a table of the best trials."""
@@ -318,7 +348,7 @@ class Optimum:
         self.to_csv(place / "runs.csv")
         self.to_parquet(place / "runs.parquet")
         with writing(place / "trials.csv"):
-            write_table(place / "trials.csv", list(trial_rows(self.optimized)))
+            write_table(place / "trials.csv", _with_bounds(trial_rows(self.optimized), self.optimized))
         self.report(place / "report.html")
         if self.optimized.scenario_toml:
             self.save_scenario(place / "scenario.toml")

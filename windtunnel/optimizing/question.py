@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LOAD, CAPACITY = "load", "capacity"
 DEFAULT_TRIALS = 64
-DEFAULT_REPS = {LOAD: 5, CAPACITY: 3}
+DEFAULT_REPS = {LOAD: 5, CAPACITY: 8}
 _NOT_TUNED = ("schema_version", "name", "description", "teaches", "seed")
 _NO_SETTINGS = ("slo", "price", "power", "run", "compare", "plan")
 """Sections of which no key is a setting of a deployment."""

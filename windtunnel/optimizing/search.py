@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from windtunnel.optimizing.capacity_job import ToBeat
 from windtunnel.optimizing.errors import OptunaMissing
-from windtunnel.optimizing.judging import HEADROOM, cannot_win, excludes, ranked, score_of
+from windtunnel.optimizing.judging import HEADROOM, cannot_win, excludes, ranked, score_of, to_beat
 from windtunnel.optimizing.knobs import Knob
 from windtunnel.optimizing.measuring import completed, excesses, job_of
 from windtunnel.optimizing.question import CAPACITY, Question, load
-from windtunnel.reports.optimize_data import DEFAULTS, NEIGHBOUR, SEARCH, START, Tried, is_level
+from windtunnel.reports.optimize_data import DEFAULTS, NEIGHBOUR, SEARCH, START, Target, Tried, is_level
 from windtunnel.reports.sweep_data import SweptPoint
 from windtunnel.reports.values import plain
 from windtunnel.sim.rng import stream
@@ -25,8 +26,14 @@ ROUND = 8
 """Deployments that are proposed at once, however many processes share the work."""
 FIRST = 3
 """Replications after which a deployment is held against the best."""
+WAVE = 4
+"""At capacity: deployments of a round that are held against the best at once, before the best of them counts."""
+CLOSE = 0.1
+"""By how much less than the best a deployment may have and still be a finalist, both on the same requests."""
 MOST_FINALISTS = 3
-"""At capacity: deployments whose rate is found once more, exactly and with all seeds."""
+"""At capacity: deployments whose rate is found once more, exactly and with more seeds."""
+FIRST_OF_FINALISTS = 4
+"""Seeds after which finalists are held against the best of them; all seeds for those that are left."""
 PATIENCE = 3
 """Rounds without anything better beyond noise that end the search."""
 LEAST_ROUNDS = 3
@@ -35,6 +42,8 @@ STARTUP = 10
 """Trials that optuna draws at random before it models what it has seen."""
 MOST_REPEATS = 24
 """Proposals in a row that were tried before, after which a neighbour of the best is taken."""
+BEST_SHARE = 0.25
+"""Of all trials: those that count as the best where the importance of knobs is told."""
 DOES_NOT_START = 10.0
 """How much a deployment that does not start is beyond its constraints, for optuna."""
 UNSAFE = 0.5
@@ -59,6 +68,24 @@ class Deployment:
     dropped: str = ""
     beaten_by: Deployment | None = None
     """The one that it is worse than, so that it got no more runs."""
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether all that is known is that it stays below what it needed to be the best."""
+        return any(run.get("below_rate") is not None for run in self.runs)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its rates are those of the finals at capacity, each of which is one of several seeds."""
+        return bool(self.runs) and all(
+            run.get("max_rate") is not None and "holds_up_to" not in run for run in self.runs
+        )
+
+    @property
+    def rate_per_gpu(self) -> float | None:
+        """Of its largest rate, as far as it is known."""
+        known = [run["max_rate"] / run["num_gpus"] for run in self.runs if run.get("max_rate") and run.get("num_gpus")]
+        return sum(known) / len(known) if known else None
 
     @property
     def point(self) -> SweptPoint:
@@ -90,6 +117,17 @@ class Found:
     importance: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A deployment that is to be run, and what is known of it at capacity."""
+
+    loaded: Any
+    around: Sequence[float | None] = ()
+    """For each seed, requests per second of each GPU near which its rate is expected; empty if nobody knows."""
+    to_beat: ToBeat | None = None
+    """What it needs, where nothing less is worth to be searched."""
+
+
 class Bench:
     """Runs deployments with given seeds, and counts what that takes."""
 
@@ -99,19 +137,24 @@ class Bench:
         self._how = how
 
     def run(
-        self, asked: Sequence[tuple[Mapping[str, Any], Any]], seeds: Sequence[int], *, is_fine: bool = True
+        self, wanted: Sequence[Wanted], seeds: Sequence[int], *, is_fine: bool = True
     ) -> list[list[dict[str, Any]]]:
-        """For each of these (settings, scenario) what its runs came to, by seed."""
-        jobs = [job_of(self.question, loaded, seed, is_fine=is_fine) for _, loaded in asked for seed in seeds]
+        """For each of these what its runs came to, by seed."""
+        jobs = [
+            job_of(self.question, each.loaded, seed, is_fine=is_fine, around=around, to_beat=each.to_beat)
+            for each in wanted
+            for seed, around in zip(seeds, each.around or (None,) * len(seeds), strict=True)
+        ]
         found = []
         keys = set[str]()
         results = self._how.workers.map(jobs, store=self._how.store, tell=self._how.tell)
         for job, result in zip(jobs, results, strict=True):
             if job.key not in keys:
                 keys.add(job.key)
-                self.num_simulations += 0 if result.get("infeasible") else int(result.get("num_simulations") or 1)
+                self.num_simulations += 0 if result.get("infeasible") else int(result.get("num_simulations", 1))
             found.append(completed(self.question, result))
-        return [found[start : start + len(seeds)] for start in range(0, len(found), len(seeds))]
+        number = len(seeds)
+        return [found[place * number : (place + 1) * number] for place in range(len(wanted))]
 
 
 class Search:
@@ -122,6 +165,10 @@ class Search:
     the others are run three times and then as often as asked for, unless the interval of their paired difference to the
     best so far says that they are worse.  What was tried is not tried again: where optuna proposes nothing new, a
     neighbour of the best is.  Nothing depends on who does the work, or in which order it is finished.
+
+    At capacity each deployment is first run at the rate that it needs to be the best.  One that misses an objective
+    there is not searched any further, and has a bound in place of a value; of such a one optuna is told that it was
+    stopped (pruned), which ranks it below all that have a value and makes up no number.
     """
 
     def __init__(self, question: Question, bench: Bench) -> None:
@@ -138,7 +185,8 @@ class Search:
                 seed=int(stream(question.first_seed, "optimize", "optuna").integers(2**31)),
             )
         )
-        self._study = self._optuna.create_study(direction="maximize", sampler=sampler)
+        self.study = self._optuna.create_study(direction="maximize", sampler=sampler)
+        """What optuna was told."""
         self._distributions = {knob.key: knob.distribution() for knob in question.knobs}
         self._open: list[tuple[Any, Deployment]] = []
 
@@ -189,9 +237,14 @@ class Search:
         first = [start] if default is None or default is start else [start, default]
         for each in first:
             if each.in_space:
-                self._study.enqueue_trial({knob.key: knob.drawn_at(each.settings[knob.key]) for knob in knobs})
+                self.study.enqueue_trial({knob.key: knob.drawn_at(each.settings[knob.key]) for knob in knobs})
                 self._open.append((self._ask(), each))
-        self._more(first, self.question.seeds)
+        if self.question.at == CAPACITY:
+            for each in first:  # vLLM's defaults are searched from the scenario's rate on
+                self._more([each], self._seeds)
+                each.dropped = self._below_words(each) if each.is_bound else ""
+        else:
+            self._more(first, self._seeds)
         self._close()
         return start, default
 
@@ -240,7 +293,7 @@ class Search:
                 made.append(known)
                 repeats = 0
             else:
-                self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+                self.study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
                 repeats += 1
         return made
 
@@ -261,7 +314,7 @@ class Search:
             if found:
                 wanted = found[int(self._rng.integers(len(found)))]
                 made = self._new(wanted, NEIGHBOUR, round_number)
-                self._study.enqueue_trial({knob.key: knob.drawn_at(wanted[knob.key]) for knob in knobs})
+                self.study.enqueue_trial({knob.key: knob.drawn_at(wanted[knob.key]) for knob in knobs})
                 self._open.append((self._ask(), made))
                 return made
         return None
@@ -271,7 +324,7 @@ class Search:
         return sorted(inside, key=lambda each: (each.excess(self.question) > 0, -(self._told(each)), each.number))
 
     def _ask(self) -> Any:
-        return self._quietly(lambda: self._study.ask(self._distributions))
+        return self._quietly(lambda: self.study.ask(self._distributions))
 
     def _known(self, wanted: Mapping[str, Any]) -> Deployment | None:
         return self._deployments.get(_key(wanted))
@@ -290,7 +343,8 @@ class Search:
     def _race(self, proposed: Sequence[Deployment]) -> None:
         """One run of each, more for those that may be better than the best so far, and all told to optuna."""
         seeds = self._seeds
-        self._more(proposed, seeds[:1])
+        for wave in self._waves(proposed):
+            self._more(wave, seeds[:1])
         field_ = [each for each in proposed if self._goes_on(each)]
         field_ = [each for each in field_ if not self._is_hopeless(each, field_)]
         if len(seeds) > 1:
@@ -301,6 +355,17 @@ class Search:
             self._goes_on(each)
         self._revive(proposed)
         self._close()
+
+    def _waves(self, proposed: Sequence[Deployment]) -> Iterator[Sequence[Deployment]]:
+        """All at once; at capacity a few, as each has to beat the best, and one while there is none to beat."""
+        if self.question.at != CAPACITY:
+            yield proposed
+            return
+        left = list(proposed)
+        while left:
+            number = 1 if self._best() is None else WAVE
+            yield left[:number]
+            left = left[number:]
 
     def _revive(self, proposed: Sequence[Deployment]) -> None:
         """Those that were dropped for one that missed an objective later on run on, since it is no answer itself."""
@@ -313,9 +378,16 @@ class Search:
     def _more(self, deployments: Sequence[Deployment], seeds: Sequence[int]) -> None:
         if not deployments or not seeds:
             return
-        wanted = [(each.settings, each.loaded) for each in deployments]
+        best = self._best()
+        wanted = [self._wanted(each, best) for each in deployments]
         for each, runs in zip(deployments, self.bench.run(wanted, seeds, is_fine=False), strict=True):
             each.runs += runs
+
+    def _wanted(self, each: Deployment, best: Deployment | None) -> Wanted:
+        """With what the best so far says about where to look at capacity, and what is not worth to be searched."""
+        if self.question.at != CAPACITY or best is None or best is each:
+            return Wanted(each.loaded)
+        return Wanted(each.loaded, (best.rate_per_gpu,), to_beat(self.question, best.point, each.settings))
 
     def _goes_on(self, each: Deployment) -> bool:
         """Whether more runs of it could matter; if not it says why."""
@@ -325,7 +397,18 @@ class Search:
             each.dropped = f"misses an objective in run {len(each.runs)}"
         elif each.point.is_unsafe:
             each.dropped = "its memory plan is unsafe"
+        elif each.is_bound:
+            each.dropped = self._below_words(each)
         return not each.dropped
+
+    def _below_words(self, each: Deployment) -> str:
+        """``below 13,300 requests/USD (9.2 req/s): misses ttft:p99<500ms there; not searched further``."""
+        run, target = each.runs[-1], self.question.target
+        rate = Target("goodput", "", "req/s", "higher").say(run["below_rate"])
+        more = f" ({rate})" if target.key != "goodput" else ""
+        there = " there" if run["below_why"].startswith("misses") else ""
+        bound = target.say(run[f"{target.key}_below"])
+        return f"below {bound}{more}: {run['below_why']}{there}; not searched further"
 
     def _is_hopeless(self, each: Deployment, others: Sequence[Deployment]) -> bool:
         best = self._best()
@@ -340,28 +423,44 @@ class Search:
         best = self._best()
         rivals = [other for other in others if other is not each]
         for rival in [*([] if best is None else [best]), *rivals]:
-            if len(rival.runs) >= len(each.runs) and excludes(self.question, rival.point, each.point):
-                each.dropped = f"worse than {rival.number} beyond noise after {len(each.runs)} runs"
+            if len(rival.runs) >= len(each.runs) and self._is_beaten_by(each, rival):
                 each.beaten_by = rival
                 return True
         return False
 
     def _finish(self) -> None:
-        """All replications for those that are level with the best at capacity, where the search made one run each."""
-        question = self.question
-        if question.at != CAPACITY:
-            return
+        """More seeds for those that are level with the best at capacity, where the search made one run each."""
         best = self._best()
-        if best is None:
+        if self.question.at != CAPACITY or best is None:
             return
-        close = [
-            each
-            for each in self._by_score()
-            if each.tried(question).is_candidate and (each is best or not excludes(question, best.point, each.point))
-        ][:MOST_FINALISTS]
-        wanted = [(each.settings, each.loaded) for each in close]
-        for each, runs in zip(close, self.bench.run(wanted, question.seeds), strict=True):
-            each.runs = runs
+        final = [each for each in self._by_score() if self._is_close(each, best)][:MOST_FINALISTS]
+        hints = {each.number: each.rate_per_gpu for each in final}
+        for each in final:
+            each.runs = []
+        for seeds in (self.question.seeds[:FIRST_OF_FINALISTS], self.question.seeds[FIRST_OF_FINALISTS:]):
+            wanted = [Wanted(each.loaded, (hints[each.number],) * len(seeds)) for each in final]
+            for each, runs in zip(final, self.bench.run(wanted, seeds), strict=True):
+                each.runs += runs
+            leader = max(final, key=lambda each: (self._told(each), -each.number))
+            final = [each for each in final if each is leader or not self._is_beaten_by(each, leader)]
+            if len(final) == 1:  # nothing is left to tell it from
+                break
+
+    def _is_close(self, each: Deployment, best: Deployment) -> bool:
+        if each is best:
+            return True
+        target = self.question.target
+        own, most = each.point.mean(target.key), best.point.mean(target.key)
+        if not each.tried(self.question).is_candidate or each.dropped or own is None or most is None:
+            return False
+        is_near = target.sign * (most - own) <= CLOSE * abs(most)
+        return is_near and not excludes(self.question, best.point, each.point)
+
+    def _is_beaten_by(self, each: Deployment, rival: Deployment) -> bool:
+        if not excludes(self.question, rival.point, each.point):
+            return False
+        each.dropped = f"worse than {rival.number} beyond noise after {len(each.runs)} runs"
+        return True
 
     # --- what optuna is told
 
@@ -395,24 +494,34 @@ class Search:
             over["memory"] = DOES_NOT_START if each.point.infeasible else UNSAFE if each.point.is_unsafe else 0.0
             for name, value in over.items():
                 trial.set_constraint(name, value)
-            self._study.tell(trial, self._told(each))
+            if each.is_bound:  # stopped for being worse than the best: it has no value, and ranks below all that have
+                self.study.tell(trial, state=self._optuna.trial.TrialState.PRUNED)
+            else:
+                self.study.tell(trial, self._told(each))
 
     def _importance(self) -> dict[str, float]:
-        """PED-ANOVA's share of each knob in being among the best quarter; empty where too few trials can be held."""
+        """PED-ANOVA's share of each knob in being among the best quarter; empty where too few trials can be held.
+
+        One of which only a bound is known is not among the best, so that it counts as the lowest; where fewer than a
+        quarter have a value it is not known who is.
+        """
         evaluators = self._optuna.importance
         kept = self._optuna.create_study(direction="maximize")
+        num_bounds = 0
         for each in self._deployments.values():
-            if not each.in_space or each.point.infeasible or self._score(each) is None:
+            if not each.in_space or each.point.infeasible or (self._score(each) is None and not each.is_bound):
                 continue
+            num_bounds += each.is_bound
             worst = each.excess(self.question)
             value = self._told(each) - (abs(self._told(each)) * (1 + worst) if worst > 0 else 0.0)
             params = {knob.key: knob.drawn_at(each.settings[knob.key]) for knob in self.question.knobs}
             kept.add_trial(
                 self._optuna.trial.create_trial(params=params, distributions=self._distributions, value=value)
             )
-        if len(kept.trials) < 2 * STARTUP or len(self.question.knobs) < 2:
+        is_told = len(kept.trials) - num_bounds >= BEST_SHARE * len(kept.trials)
+        if len(kept.trials) < 2 * STARTUP or len(self.question.knobs) < 2 or not is_told:
             return {}
-        evaluator = evaluators.PedAnovaImportanceEvaluator(target_quantile=0.25)
+        evaluator = evaluators.PedAnovaImportanceEvaluator(target_quantile=BEST_SHARE)
         found = self._quietly(lambda: evaluators.get_param_importances(kept, evaluator=evaluator))
         return {key: float(value) for key, value in found.items() if np.isfinite(value)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,10 @@ class Analysis:
 
     num_replicas: int
     headroom: Interval
-    """How many times today's load the fleet carries."""
+    """How many times today's load the fleet carries: until an objective is missed, or until it is ``MAX_RHO`` of what
+    the fleet can do at most."""
+    is_full_first: bool
+    """Whether it is the second."""
     one_down: list[dict[str, Any]]
     """What is bought less one replica, one result a replication; empty where there is only one."""
     crash: dict[str, Any] | None
@@ -76,11 +80,13 @@ def analyse(question: Question, chosen: Tried, workers: Workers, *, spare: int, 
     rooms, rest = results[: len(replications)], results[len(replications) :]
     chosen.fleets |= dict(zip(missing, rest, strict=False))
     rest = rest[len(missing) :]
+    full = size / chosen.floor if chosen.floor else math.inf
     crash = rest.pop(0) if bought > 1 else None
     slow = rest
     return Analysis(
         num_replicas=size,
-        headroom=mean_interval([each["factor"] for each in rooms]),
+        headroom=mean_interval([min(each["factor"], full) for each in rooms]),
+        is_full_first=all(each["factor"] >= full for each in rooms),
         one_down=[chosen.fleets[bought - 1, each] for each in replications] if bought > 1 else [],
         crash=crash,
         slower_by=percent,
@@ -100,7 +106,8 @@ def growth_of(
 
     Replicas grow with the load in proportion: the chosen fleet carries ``headroom`` times today's, and how many another
     one takes stays to that as their shares of the requests say today.  Finalists of the same shape, which differ by
-    less than can be told, are not compared.
+    less than can be told, are not compared.  More load never takes fewer replicas, nor fewer than keep up with it; of
+    a month that takes more than can be simulated nothing is told but the load.
     """
     needed = chosen.num_replicas
     assert needed is not None, "only a candidate with a number of replicas is recommended"
@@ -109,7 +116,10 @@ def growth_of(
     rows = []
     for month in range(growth.num_months + 1):
         factor = growth.factor(month)
-        size = analysis.num_replicas if month == 0 else whole(fraction * factor)
+        size = _grown(analysis.num_replicas, max(fraction, chosen.floor) * factor, factor)
+        if size + spare > jobs.MOST_REPLICAS:
+            rows.append({"month": month, "load": factor, **dict.fromkeys(_SIZE_KEYS)})
+            continue
         costs = [(each.whole_cost(_size_at(each, factor, fraction / needed.mean), spare), each) for each in others]
         cheapest = min(costs, key=lambda pair: (pair[0], pair[1].candidate), default=None)
         own = chosen.whole_cost(size, spare)
@@ -126,6 +136,15 @@ def growth_of(
     return rows
 
 
+_SIZE_KEYS = ("num_replicas", "num_gpus", "cost", "cheapest")
+
+
+def _grown(today: int, num_replicas: float, factor: float) -> int:
+    """Whole replicas at so many times the load: no fewer than today's if it is more, no more if it is less."""
+    size = whole(num_replicas)
+    return max(size, today) if factor >= 1 else min(size, today)
+
+
 def months_until_full(growth: Growth, analysis: Analysis) -> int | None:
     """Months for which today's fleet suffices; None where it suffices to the end."""
     for month in range(growth.num_months + 1):
@@ -138,5 +157,5 @@ def _size_at(each: Tried, factor: float, fleet_over_share: float) -> int:
     """Replicas at so many times the load; ``fleet_over_share`` is what a whole fleet takes over what a share says."""
     needed, held = each.num_replicas, smallest_that_holds(each)
     assert needed is not None, "finalists have a number of replicas"
-    size = whole(needed.mean * fleet_over_share * factor)
-    return size if held is None or factor < 1 else max(size, held)
+    number = max(needed.mean * fleet_over_share, each.floor) * factor
+    return whole(number) if held is None else _grown(held, number, factor)

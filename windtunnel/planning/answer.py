@@ -10,22 +10,30 @@ from typing import Any
 from windtunnel import __version__
 from windtunnel.planning.analysis import Analysis, growth_of, months_until_full
 from windtunnel.planning.candidates import Refused, Space
-from windtunnel.planning.jobs import TOLERANCE
+from windtunnel.planning.jobs import MOST_REPLICAS, TOLERANCE
 from windtunnel.planning.load import Growth, rates_over_time
 from windtunnel.planning.measure import strain
 from windtunnel.planning.points import curves, pareto
 from windtunnel.planning.question import Question, deployment_of, objectives_of, workload_of
 from windtunnel.planning.rows import recommended, row_of, shape_words
-from windtunnel.planning.search import Dropped, Found, Tried, difference, smallest_that_holds
+from windtunnel.planning.search import Dropped, Found, Tried, difference, room_percent, smallest_that_holds
 from windtunnel.scenarios.resolve import Resolved
+from windtunnel.sim.metrics.slo import Slo
 from windtunnel.sim.metrics.stability import Verdict
+from windtunnel.sim.metrics.words import digits, percent
 
 SCHEMA_VERSION = 1
 HOLDS, NOTHING_HOLDS, NOTHING_FITS = "holds", "nothing_holds", "nothing_fits"
 SMALL_MARGIN = 0.1
 """Of an objective's limit: a fleet that comes nearer to it has little to spare."""
 MIN_STAYS = 5
-"""A workload that lasts less than so many times a request's stay says little of a steady state."""
+"""A workload that lasts less than so many times a long stay of a request (p99) says little of a steady state."""
+MIN_BEYOND = 10
+"""Requests beyond a percentile from which on it is told to about a third of their number (1/sqrt of it)."""
+_WITH_RAMP = 1.5
+"""Requests over those that are counted once the ramp is left out (``capacity.evaluate.RAMP_SHARE``)."""
+FAR_OFF = 2
+"""A whole fleet of so many times what one replica's share of the requests asks for is not its answer but chance."""
 
 
 def ranking(found: Found, spare: int) -> list[Tried]:
@@ -79,12 +87,17 @@ def answer(
     analysis: Analysis | None,
     *,
     currency: str,
+    priced_elsewhere: Sequence[str] = (),
     spare: int,
     growth: Growth | None,
     notes: Sequence[str],
+    warnings: Sequence[str] = (),
     reproduce: str,
 ) -> dict[str, Any]:
-    """Everything that is said, in a fixed order."""
+    """Everything that is said, in a fixed order.
+
+    ``priced_elsewhere`` are cards that have a price but are not to choose from: named where those offered have none.
+    """
     order = ranking(found, spare)
     verdict = HOLDS if chosen is not None else (NOTHING_HOLDS if found.tried or found.dropped else NOTHING_FITS)
     has_prices = all(offer.price_per_hour is not None for offer in space.offers)
@@ -94,6 +107,7 @@ def answer(
         "verdict": verdict,
         "currency": currency if has_prices else None,
         "has_prices": has_prices,
+        "ranked_by": "cost_per_hour" if has_prices else "num_gpus",
         "spare_replicas": spare,
         "recommended": None,
         "equal": [],
@@ -117,12 +131,13 @@ def answer(
             "seed": question.seed,
             "tolerance": TOLERANCE,
         },
-        "notes": list(notes),
+        "notes": [*notes, *([] if growth is None or chosen is None else [_GROWTH])],
         "warnings": [],
         "reproduce": reproduce,
     }
     if chosen is not None and analysis is not None:
-        told["recommended"] = recommended(question, found, chosen, analysis, spare)
+        best = recommended(question, found, chosen, analysis, spare)
+        told["recommended"] = {**best, "doubts": list(_doubts(best, question, found, chosen))}
         told["equal"] = [
             row_of(found, each, spare) for each in order if each is not chosen and is_equal(chosen, each, spare)
         ]
@@ -134,7 +149,8 @@ def answer(
         others = [each for each in order if each.calibrated is not chosen.calibrated]
         told["uncalibrated_alternative"] = row_of(found, others[0], spare) if others else None
         told["growth"] = None if growth is None else _growth(growth, order, chosen, analysis, spare)
-        told["warnings"] = list(_warnings(told, question, found, chosen))
+        unpriced = [] if has_prices else [_unpriced(space, priced_elsewhere)]
+        told["warnings"] = [*unpriced, *_warnings(told, question, found, chosen), *warnings]
     told["candidates"] = [row_of(found, each, spare) for each in _in_order(found)]
     return told
 
@@ -240,11 +256,19 @@ def _in_order(found: Found) -> list[Tried]:
     return [*ranked, *(each for each in found.tried if each not in ranked)]
 
 
+_GROWTH = (
+    "Growth is an estimate: replicas are scaled with the load, in proportion to what today's fleet was seen to carry, "
+    "and no grown load was simulated. Ask with --scale before you order for one."
+)
+
+
 def _growth(growth: Growth, order: Sequence[Tried], chosen: Tried, analysis: Analysis, spare: int) -> dict[str, Any]:
     return {
         "per_month": growth.per_month,
         "num_months": growth.num_months,
         "months_until_full": months_until_full(growth, analysis),
+        "is_simulated": False,
+        "most_replicas": MOST_REPLICAS,
         "rows": growth_of(growth, order, chosen, analysis, spare),
     }
 
@@ -257,6 +281,82 @@ def _with_spare(number: int, spare: int) -> str:
 # --- what a reader must know first
 
 
+def _unpriced(space: Space, priced_elsewhere: Sequence[str]) -> str:
+    """That cost decided nothing, and what did."""
+    names = [offer.gpu for offer in space.offers]
+    some = f" ([price] has {' and '.join(priced_elsewhere)} only)" if priced_elsewhere else ""
+    alike = f", as if an hour of {' and one of '.join(names)} cost the same" if len(names) > 1 else ""
+    return (
+        f"No price of {' or '.join(names)} was given{some}: the fewest GPUs win{alike}, and no cost is told. Give "
+        f"prices: {' '.join(f'--gpu {name.lower()}=PRICE' for name in names)}."
+    )
+
+
+def _doubts(best: Mapping[str, Any], question: Question, found: Found, chosen: Tried) -> Iterator[str]:
+    """Why the answer may not be one, in the few words that stand beside it; ``_warnings`` has more."""
+    if _is_too_short(best, found):
+        yield "the workload is too short"
+    if any(requests_to_tell(slo) > best["fleet"]["num_counted"] for slo in objectives_of(question)[0]):
+        yield "it has too few requests"
+    if _is_far_off(best, chosen):
+        yield "the estimate is far lower"
+
+
+def _long_stay_s(best: Mapping[str, Any]) -> float:
+    return float(best["fleet"]["latency_ms"]["e2el"].get("p99") or 0.0) / 1000
+
+
+def _is_too_short(best: Mapping[str, Any], found: Found) -> bool:
+    return best["fleet"]["verdict"] == Verdict.TOO_SHORT or found.demand.span_s < MIN_STAYS * _long_stay_s(best)
+
+
+def _is_far_off(best: Mapping[str, Any], chosen: Tried) -> bool:
+    needed, size = chosen.num_replicas, best["num_replicas"]
+    return needed is not None and size > max(FAR_OFF * needed.mean, needed.mean + 2)
+
+
+def _of_chance(best: Mapping[str, Any], question: Question, chosen: Tried) -> Iterator[str]:
+    """Objectives that so few requests cannot tell, and an answer that is not near its estimate."""
+    num = int(best["fleet"]["num_counted"])
+    short = {slo.text: wanted for slo in objectives_of(question)[0] if (wanted := requests_to_tell(slo)) > num}
+    if short:
+        yield (
+            f"{' and '.join(short)} cannot be told from {num:,} requests that were counted, where chance decides: it "
+            f"takes {max(short.values()):,} or more. Give more requests (--num-prompts, a longer trace)."
+        )
+    seen = [estimate["at"]["num_counted"] for estimate in chosen.estimates if estimate["at"] is not None]
+    sampled = min(seen, default=0)
+    rough = {slo.text: wanted for slo in objectives_of(question)[0] if (wanted := requests_to_tell(slo)) > sampled}
+    if rough and not short:
+        yield (
+            f"Candidates were compared on {sampled:,} requests a simulation, too few for {' and '.join(rough)}, which "
+            f"takes {max(rough.values()):,} or more; only the whole fleets had so many. Give --requests "
+            f"{_round_up(rough)}."
+        )
+    needed, size = chosen.num_replicas, best["num_replicas"]
+    if needed is not None and _is_far_off(best, chosen):
+        yield (
+            f"The fleet has {size / needed.mean:.1f} times the {digits(needed.mean, 2)} replicas that one replica's "
+            "share of the requests asks for: chance decided, or the router sends too much to some of them. Simulate a "
+            "longer workload before you buy so many."
+        )
+
+
+def _round_up(wanted: Mapping[str, int]) -> int:
+    """Requests of a simulation in the search of which, but for the ramp, so many are left."""
+    return math.ceil(max(wanted.values()) * _WITH_RAMP / 500) * 500
+
+
+def requests_to_tell(slo: Slo) -> int:
+    """Requests from which on a share of them beyond an objective's limit can be told: so many that ``MIN_BEYOND`` of
+    them may be beyond it.  Gaps between tokens, of which there are many to a request, and means ask for none.
+    """
+    if slo.metric == "itl" or (slo.unit == "ms" and slo.percent is None and slo.statistic != "median"):
+        return 0
+    room = room_percent(slo)
+    return math.ceil(100 * MIN_BEYOND / room - 1e-9) if 0 < room < 100 else 0
+
+
 def _warnings(told: Mapping[str, Any], question: Question, found: Found, chosen: Tried) -> Iterator[str]:
     best = told["recommended"]
     if not chosen.calibrated:
@@ -264,11 +364,12 @@ def _warnings(told: Mapping[str, Any], question: Question, found: Found, chosen:
             f"Step times are uncalibrated ({best['cost_model']}): rankings are worth more than absolute numbers; "
             "measure the deployment before it is bought."
         )
-    if not best["is_quotable"]:
+    if best["refused_share"]:
         yield (
-            f"The load is {100 * best['rho']:.0f} % of what the fleet can do at most: so near to full no latency is "
-            "that of a steady state, so none is stated. Add a replica."
+            f"{percent(best['refused_share'])} of the requests are refused, however many replicas there are: their "
+            f"prompts fill max_model_len. Raise it to serve them; they count as having missed every latency."
         )
+    yield from _of_chance(best, question, chosen)
     if best["fleet"].get("outside"):
         yield str(best["fleet"]["outside"])
     close = [row for row in best["objectives_over_replications"] if (row["strain"] or 0) > 1 - SMALL_MARGIN]
@@ -286,11 +387,12 @@ def _warnings(told: Mapping[str, Any], question: Question, found: Found, chosen:
                 else f"about {_with_spare(slower['num_replicas'], told['spare_replicas'])} replicas."
             )
         )
-    mean_s = ((best["fleet"]["latency_ms"] or {}).get("e2el", {}).get("mean") or 0.0) / 1000
-    if best["fleet"]["verdict"] == Verdict.TOO_SHORT or found.demand.span_s < MIN_STAYS * mean_s:
+    stay_s = _long_stay_s(best)
+    if _is_too_short(best, found):
         yield (
-            f"The workload lasts {found.demand.span_s:.0f} s, too short for a steady state: the fleet was still "
-            "filling up when the last requests came, and a longer run may ask for more. Give a longer one."
+            f"The workload lasts {digits(found.demand.span_s, 2)} s, too short for a steady state: a request stays up "
+            f"to {digits(stay_s, 2)} s (p99), so the fleet was filling up for much of that time, and a longer run may "
+            f"ask for more. Give one of {digits(max(MIN_STAYS * stay_s, 2 * found.demand.span_s), 2)} s or more."
         )
     if question.replications < 2:
         yield "One replication: there is no interval. Give --replications 3 or more."

@@ -39,6 +39,8 @@ class Shape:
     kv_cache_dtype: str = "auto"
     names_model: bool = False
     """Whether the label names the model, too: where there are several."""
+    max_model_len: int | None = None
+    """Longest request of the model; None is what the scenario says, or vLLM's default."""
 
     @property
     def num_gpus(self) -> int:
@@ -80,7 +82,9 @@ class Candidate:
 
     def overrides(self) -> dict[str, Any]:
         """Settings of a scenario that make this deployment of it."""
+        length = self.shape.max_model_len
         return {
+            **({} if length is None else {"max_model_len": length}),
             "model": self.shape.model,
             "gpu": self.shape.gpu,
             "tensor_parallel_size": self.shape.tensor_parallel_size,
@@ -95,6 +99,15 @@ class Candidate:
     def label(self) -> str:
         """All of it on one line."""
         return f"{self.shape.label}, {self.knobs.label}"
+
+
+_COUNTS = {
+    "tensor_parallel_sizes": ("tensor_parallel_size", "1 is a model that is not split"),
+    "pipeline_parallel_sizes": ("pipeline_parallel_size", "1 is a model that is not split"),
+    "max_num_seqs": ("max_num_seqs", "give seats such as 256, or leave it out"),
+    "max_num_batched_tokens": ("max_num_batched_tokens", "give tokens such as 8192, or leave it out"),
+}
+"""Lists of a space of which no value may be below 1: what a value is called, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +126,24 @@ class Space:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings of every candidate: max_model_len, block_size, enable_prefix_caching, dtype, usage_context …"""
     version: VersionProfile = field(default_factory=lambda: profile(ENGINE))
+    max_model_lens: Mapping[str, int] = field(default_factory=dict)
+    """By model, in place of the one of ``fixed``."""
 
     def __post_init__(self) -> None:
         if self.gpus_per_host < 1:
-            raise ValueError(f"gpus_per_host must be at least 1, got {self.gpus_per_host}")
-        for name in ("tensor_parallel_sizes", "pipeline_parallel_sizes", "max_num_seqs", "max_num_batched_tokens"):
+            raise ValueError(f"gpus_per_host must be at least 1, got {self.gpus_per_host}: most hosts have 8")
+        for name, (what, hint) in _COUNTS.items():
             for value in getattr(self, name) or ():
                 if value < 1:
-                    raise ValueError(f"{name} must be at least 1, got {value}")
+                    raise ValueError(f"{what} must be at least 1, got {value}: {hint}")
         for kv_dtype in self.kv_cache_dtypes:
             check_kv_dtype_name(kv_dtype)
         self._check_budgets()
         for share in self.gpu_memory_utilizations or ():
             if not 0 < share <= 1:
-                raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {share:g}")
+                raise ValueError(
+                    f"gpu_memory_utilization must be above 0 and at most 1, got {share:g}: 0.9 is 90 % of the memory"
+                )
 
     def _check_budgets(self) -> None:
         """Raises ValueError where no budget holds the smallest number of seats, which vLLM refuses."""
@@ -200,7 +217,8 @@ def shapes(space: Space) -> Iterator[Shape]:
         space.models, space.offers, sizes, space.pipeline_parallel_sizes, space.kv_cache_dtypes
     ):
         if space.tensor_parallel_sizes is not None or size * stages <= space.gpus_per_host:
-            yield Shape(model, offer.gpu, size, stages, kv_dtype, len(space.models) > 1)
+            length = space.max_model_lens.get(model)
+            yield Shape(model, offer.gpu, size, stages, kv_dtype, len(space.models) > 1, length)
 
 
 def default_knobs(space: Space, shape: Shape) -> Knobs:
@@ -274,6 +292,8 @@ def _request(space: Space, shape: Shape, knobs: Knobs) -> MemoryRequest:
         for key in ("max_model_len", "block_size", "enable_prefix_caching", "usage_context")
         if space.fixed.get(key) is not None
     }
+    if shape.max_model_len is not None:
+        fixed["max_model_len"] = shape.max_model_len
     return MemoryRequest(
         _model(space, shape),
         load_gpu(shape.gpu),

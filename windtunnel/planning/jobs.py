@@ -23,7 +23,9 @@ from windtunnel.workers import Job
 NUM_ALONE = 200
 """Requests that are served one at a time, for what no number of replicas makes faster."""
 STEP = 1.25
-"""Factor between two tries while the number of replicas is not yet bracketed."""
+"""First factor between two tries while the number of replicas is not yet bracketed."""
+FASTER = 1.5
+"""Power of the factor from try to try: a guess that is far off, as from other knobs, is still bracketed."""
 TOLERANCE = 0.02
 """Ratio of the ends of a bracket, less 1, at which it is narrow enough."""
 MOST_TRIES = 24
@@ -83,7 +85,7 @@ def alone(argument: Mapping[str, Any]) -> dict[str, Any]:
         max_concurrency=1,
         request_timeout_ns=None,
     )
-    return measured(question, unhurried, system)
+    return measured(question, unhurried, system, ramp=False)
 
 
 def limit_job(question: Question, candidate: Candidate) -> Job:
@@ -136,12 +138,12 @@ def needed(argument: Mapping[str, Any]) -> dict[str, Any]:
                 break
             if not is_bound:
                 break
-            tried = max(tried / step, low)
+            tried, step = max(tried / step, low), step**FASTER
         else:
             low, is_bound = tried, False
             if high is not None or tried >= MOST_REPLICAS:
                 break
-            tried = min(tried * step, MOST_REPLICAS)
+            tried, step = min(tried * step, MOST_REPLICAS), step**FASTER
     while high is not None and high / low > 1 + TOLERANCE and search.num_simulations < MOST_TRIES:
         middle = math.sqrt(low * high)
         if search.holds(middle):

@@ -123,6 +123,13 @@ def rates_over_time(workload: Workload, num_parts: int = 60) -> tuple[npt.NDArra
     return (edges[:-1] - edges[0]) / NS_PER_S, turns * counts / width_s
 
 
+def refused_share(workload: Workload, max_model_len: int | None) -> float:
+    """Share of the requests whose prompts fill max_model_len: vLLM refuses them, whatever the load."""
+    if max_model_len is None or not len(workload):
+        return 0.0
+    return float((workload.num_prompt_tokens >= max_model_len).mean())
+
+
 # --- what one replica gets
 
 
@@ -240,11 +247,27 @@ class Growth:
         if not (self.per_month > -1 and math.isfinite(self.per_month)):
             raise ValueError(f"growth must be above -100 % a month and finite, got {100 * self.per_month:g} %")
         if not 1 <= self.num_months <= 120:
-            raise ValueError(f"months must be from 1 to 120, got {self.num_months}")
+            raise ValueError(f"months must be from 1 to 120, got {self.num_months}: 12 is a year ahead")
 
     def factor(self, month: int) -> float:
         """Load after so many months over that of today."""
         return float((1.0 + self.per_month) ** month)
+
+
+def _bare(given: str | float) -> str:
+    return (
+        f"growth {given} without a percent sign is a share, at most 1 (0.05 is 5 %): write 5%/month or 0.05, and "
+        "200%/month if it is to be so much"
+    )
+
+
+def growth_from(given: str | float, num_months: int) -> Growth:
+    """Growth from text, as ``parse_growth``, or from a share a month (0.05), at most 1."""
+    if isinstance(given, str):
+        return parse_growth(given, num_months)
+    if given > 1:
+        raise ValueError(_bare(given))
+    return Growth(given, num_months)
 
 
 def parse_growth(text: str, num_months: int = 12) -> Growth:
@@ -258,6 +281,8 @@ def parse_growth(text: str, num_months: int = 12) -> Growth:
         share = float(number.strip().removesuffix("%")) / (100 if is_percent else 1)
     except ValueError:
         share = math.nan
+    if not is_percent and share > 1:
+        raise ValueError(_bare(text))
     unit = period.strip().casefold() or "month"
     if math.isnan(share) or unit not in ("month", "year"):
         raise ValueError(f"growth {text!r} must read 5%/month or 60%/year")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from windtunnel.capacity.binding import binding_of, time_shares
+from windtunnel.capacity.evaluate import NEVER_MS, counted_values
 from windtunnel.planning.question import Question, objectives_of
 from windtunnel.sim.cost.fitted import extrapolation_warning
 from windtunnel.sim.engine.plan import StepShape
@@ -20,7 +21,7 @@ from windtunnel.sim.fleet.records import Fate
 from windtunnel.sim.fleet.routers import Routing
 from windtunnel.sim.metrics.slo import SloResult
 from windtunnel.sim.metrics.summary import Summary, percent_word, summarize
-from windtunnel.sim.records import Records
+from windtunnel.sim.records import Outcome, Records
 from windtunnel.sim.simulate import serve
 from windtunnel.sim.system import System
 from windtunnel.sim.workload import Workload
@@ -29,11 +30,19 @@ _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 def measured(
-    question: Question, workload: Workload, served: System | Fleet, *, num_replicas: float | None = None
+    question: Question,
+    workload: Workload,
+    served: System | Fleet,
+    *,
+    num_replicas: float | None = None,
+    ramp: bool = True,
 ) -> dict[str, Any]:
     """Serve the workload; the statistics that a plan looks at, as plain data.
 
     ``num_replicas`` is how many replicas there are of which one was simulated: rates and counts are those of all.
+    Where requests come at one rate all along, latencies and goodput that objectives are about leave the ramp out, as
+    ``capacity`` does; ``ramp`` False has them over all.  What never had its answer is later than any limit, and a run
+    that is overloaded holds nothing, whatever was measured.
     """
     records = serve(workload, served)
     system = served if isinstance(served, System) else served.pools[0].system
@@ -42,10 +51,14 @@ def measured(
     slo, goodput = objectives_of(question)
     summary = summarize(records, workload, slo=slo, goodput=goodput, percentiles=question.percentiles)
     factor = 1.0 if num_replicas is None else num_replicas
-    objectives = [_objective(result, factor) for result in summary.slo]
+    is_cut = ramp and question.is_steady
+    counted = counted_values(records, workload, slo, goodput, ramp=is_cut) if is_cut or summary.failed else None
+    objectives = [_objective(result, factor) for result in _over_counted(summary.slo, counted)]
     return {
         "num_requests": len(workload),
-        "holds": all(objective["passed"] for objective in objectives),
+        "num_counted": len(workload) if counted is None else counted[1],
+        "holds": all(objective["passed"] for objective in objectives) and not summary.stability.is_hopeless,
+        "overloaded": summary.stability.is_hopeless,
         "objectives": objectives,
         "worst": _worst(objectives),
         "latency_ms": {name: _latency(summary, name) for name in _LATENCIES},
@@ -66,9 +79,44 @@ def measured(
         "worst_minute_ms": {metric: rolling_worst(records, 60.0, metric) for metric in ("ttft", "e2el")},
         "verdict": summary.stability.verdict.value,
         "failed": summary.failed,
+        "served_shares": served_shares(records, workload),
         "num_begun_anew": num_begun_anew(records),
         "outside": extrapolation_warning(system.cost, (replica.steps for replica in records.replicas)),
     }
+
+
+def _over_counted(
+    results: Sequence[SloResult], counted: tuple[Sequence[float | None], int] | None
+) -> Sequence[SloResult]:
+    """The same with the values over the requests that are counted, failed ones among them, where there are any.
+
+    What is missed for another reason than its value stays missed.
+    """
+    if counted is None:
+        return results
+    return [
+        result
+        if value is None or result.measured is None
+        else replace(
+            result,
+            measured=None if value >= NEVER_MS / _FAR else value,
+            passed=result.slo.holds(value) and (result.passed or not result.slo.holds(result.measured)),
+        )
+        for result, value in zip(results, counted[0], strict=True)
+    ]
+
+
+_FAR = 1e4
+"""A latency that is so many times below ``NEVER_MS`` may still be a mean, or lie between it and a real one."""
+
+
+def served_shares(records: Records, workload: Workload) -> dict[str, float]:
+    """Shares of the prompt tokens and of the output tokens asked for that were served: those of answers that came."""
+    table = records.requests
+    done = table.outcome == Outcome.FINISHED
+    asked_in, asked_out = int(workload.num_prompt_tokens.sum()), int(workload.num_output_tokens.sum())
+    served_in, served_out = int(workload.num_prompt_tokens[done].sum()), int(table.num_output_tokens[done].sum())
+    return {"input": served_in / max(asked_in, 1), "output": served_out / max(asked_out, 1)}
 
 
 def prefill_share(records: Records) -> float | None:

@@ -16,9 +16,9 @@ MILLION = 1_000_000
 class Bill:
     """Money in the user's currency, energy in watts and watt-hours; None where no price or no power was given.
 
-    Tokens are those that the workload asks for at its mean rate.  A million input (output) tokens cost what the GPUs
-    cost in the share of their busy time that went into prompts (into output), idle time divided in the same way, so
-    that the bill for both together is the whole one.
+    Tokens are those of the demand at its mean rate: give the one that is served.  A million input (output) tokens cost
+    what the GPUs cost in the share of their busy time that went into prompts (into output), idle time divided in the
+    same way, so that the bill for both together is the whole one.
     """
 
     num_gpus: int

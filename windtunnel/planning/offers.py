@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +53,14 @@ class Offer:
 
 
 def read_offers(
-    gpus: Iterable[str] | Mapping[str, float | None], powers: Iterable[str] | Mapping[str, Any] = ()
+    gpus: Iterable[str] | Mapping[str, float | None],
+    powers: Iterable[str] | Mapping[str, Any] = (),
+    listed_price: Callable[[str], float | None] | None = None,
 ) -> tuple[Offer, ...]:
     """Offers from ``["h100-sxm=2.49", "l40s"]`` or ``{"h100-sxm": 2.49}``, power from ``["h100-sxm=700"]``.
 
-    Power may be given as idle and busy, ``h100-sxm=120:700``, in watts.  Raises ValueError for a card that nobody
+    Power may be given as idle and busy, ``h100-sxm=120:700``, in watts.  A card without a price has the one
+    that ``listed_price`` knows.  Raises ValueError for a card that nobody
     knows, one that is named twice, a price or a power that is none, and power for a card that is not offered.
     """
     priced = list(gpus.items()) if isinstance(gpus, Mapping) else [_price(text) for text in gpus]
@@ -74,6 +77,8 @@ def read_offers(
         if gpu in offers:
             raise ValueError(f"GPU {gpu} is offered twice: give each card once")
         idle, busy = drawn.pop(gpu, (None, None))
+        if price is None and listed_price is not None:
+            price = listed_price(gpu)
         offers[gpu] = Offer(gpu, None if price is None else float(price), busy, idle)
     if drawn:
         raise ValueError(f"power is given for {', '.join(drawn)}, which is not offered: add --gpu {next(iter(drawn))}")

@@ -22,6 +22,7 @@ _DEPLOYMENT_KEYS = (
     "gpu_memory_utilization",
     "data_parallel_size",
 )
+_ENGINE_KEYS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 _DEFAULTS = {"pipeline_parallel_size": 1, "kv_cache_dtype": "auto"}
 
 
@@ -53,7 +54,7 @@ def scenario_table(question: Question, chosen: Tried, num_replicas: int, *, curr
         **base.pop("deployment", {}),
         **{key: overrides[key] for key in _DEPLOYMENT_KEYS if overrides[key] != _DEFAULTS.get(key)},
     }
-    engine = {**base.pop("engine", {}), **{key: overrides[key] for key in ("max_num_seqs", "max_num_batched_tokens")}}
+    engine = {**base.pop("engine", {}), **{key: overrides[key] for key in _ENGINE_KEYS if key in overrides}}
     slo: dict[str, Any] = {"objectives": list(question.objectives)}
     if question.goodput:
         slo["goodput"] = list(question.goodput)

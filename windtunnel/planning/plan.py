@@ -15,18 +15,27 @@ from windtunnel.capacity.evaluate import check_objectives
 from windtunnel.planning.analysis import analyse
 from windtunnel.planning.answer import NOTHING_FITS, NOTHING_HOLDS, answer, ranking
 from windtunnel.planning.candidates import GPUS_PER_HOST, KV_DTYPES, Space
-from windtunnel.planning.load import Growth, demand_of, parse_growth
+from windtunnel.planning.load import Growth, demand_of, growth_from, refused_share
 from windtunnel.planning.offers import Offer, read_offers
 from windtunnel.planning.outputs import scenario_table, serve_line, toml_text
 from windtunnel.planning.progress import Stage
-from windtunnel.planning.question import Question, model_path, objectives_of, scaled_workload, table_of, workload_of
+from windtunnel.planning.question import (
+    Question,
+    cut_short,
+    model_path,
+    objectives_of,
+    scaled_workload,
+    table_of,
+    workload_of,
+)
 from windtunnel.planning.search import Tried, search
 from windtunnel.scenarios.economics import DEFAULT_CURRENCY
 from windtunnel.scenarios.errors import ScenarioError
 from windtunnel.scenarios.load import Loaded, Override, load_scenario
 from windtunnel.scenarios.schema import Scenario
 from windtunnel.sim.deployment.engine_args import ENGINE
-from windtunnel.sim.deployment.model import load_model
+from windtunnel.sim.deployment.gpu import load_gpu
+from windtunnel.sim.deployment.model import load_model, short_name
 from windtunnel.sim.deployment.versions import profile
 from windtunnel.sim.workload import Workload
 from windtunnel.workers import Workers
@@ -142,7 +151,8 @@ def candidate_rows(told: Mapping[str, Any]) -> list[dict[str, Any]]:
             for key in (
                 *("model", "gpu", "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype"),
                 *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "is_default"),
-                *("calibrated", "profile", "num_replicas", "num_gpus", "is_verified", "cost_per_hour", "binding"),
+                *("calibrated", "evidence", "profile", "num_replicas", "num_gpus", "is_verified"),
+                *("cost_per_hour", "binding"),
                 *("worst", "busy_share", "kv_usage_peak", "num_running_peak", "num_preemptions", "num_kv_tokens"),
             )
         }
@@ -188,10 +198,11 @@ def plan(
 
     ``scenario`` and ``settings`` say what is served, how it is asked for and what must hold, as for ``simulate``; what
     they say of GPUs, splits and knobs limits the choice.  ``gpus`` are the cards to choose from with what an hour of
-    one costs (``{"h100-sxm": 2.49}`` or ``["h100-sxm=2.49"]``; without prices the fewest cards win), ``power`` their
-    draw in watts.  The lists are what is tried; what is left out is a small set around vLLM's defaults, tensor
-    parallelism all powers of two that ``gpus_per_host`` cards hold.  ``spare_replicas`` are bought beside those that
-    are needed.  ``scale`` replays the workload so many times as fast, ``growth`` (``"5%/month"``) looks ahead.
+    one costs (``{"h100-sxm": 2.49}`` or ``["h100-sxm=2.49"]``; what has none takes that of [price], and without prices
+    the fewest cards win), ``power`` their draw in watts.  The lists are what is tried; what is left out is a small set
+    around vLLM's defaults, tensor parallelism all powers of two that ``gpus_per_host`` cards hold.  ``spare_replicas``
+    are bought beside those that are needed.  ``scale`` plans for so many times the load: a trace is replayed faster, a
+    synthetic workload has more requests in the same time; ``growth`` (``"5%/month"``) looks ahead.
 
     The same question and seed give the same answer, whatever ``jobs`` (local processes) or ``ray``.
 
@@ -231,18 +242,24 @@ def plan(
             asked.gpu_memory_utilization_choices,
             loaded.scenario.deployment.gpu_memory_utilization,
         ),
-        gpus_per_host or asked.gpus_per_host or GPUS_PER_HOST,
+        next((each for each in (gpus_per_host, asked.gpus_per_host) if each is not None), GPUS_PER_HOST),
         _fixed(loaded),
         profile(loaded.scenario.deployment.engine_version or ENGINE),
     )
-    space, question, notes = _with_length(space, question)
+    space, notes = _with_length(space, question)
     spare = spare_replicas if spare_replicas is not None else (asked.spare_replicas or 0)
     if not 0 <= spare <= MOST_SPARE:
         raise ValueError(f"spare_replicas must be from 0 to {MOST_SPARE:,}, got {spare:,}: 1 is N+1")
     if growth is None and asked.growth is not None:
         with _named(loaded, "growth in [plan]"):
             _growth(asked.growth, DEFAULT_MONTHS)
-    grown = _growth(growth if growth is not None else asked.growth, months or asked.months or DEFAULT_MONTHS)
+    if growth is None and asked.growth is None:
+        if months is not None:
+            raise ValueError(f"months ({months}) without growth say nothing: give growth too, such as 5%/month")
+        if asked.months is not None:
+            notes = [*notes, "months of [plan] are left aside: no growth is given."]
+    num_months = next((each for each in (months, asked.months) if each is not None), DEFAULT_MONTHS)
+    grown = _growth(growth if growth is not None else asked.growth, num_months)
     say = tell or _say_nothing
     with Workers(jobs, ray=ray) as workers:
         found = search(
@@ -258,6 +275,7 @@ def plan(
         analysis = None
         if chosen is not None:
             analysis = analyse(question, chosen, workers, spare=spare, stage=Stage(say))
+    cut, is_even = cut_short(table_of(loaded)["workload"], scale), question.is_steady
     told = answer(
         question,
         space,
@@ -265,9 +283,16 @@ def plan(
         chosen,
         analysis,
         currency=currency or loaded.scenario.price.currency or DEFAULT_CURRENCY,
+        priced_elsewhere=_priced_elsewhere(loaded, offers),
         spare=spare,
         growth=grown,
-        notes=[*notes, *workload_of(question).notes],
+        notes=[
+            *notes,
+            *_lengths(question, space, chosen),
+            *([cut] if cut and is_even else []),
+            *workload_of(question).notes,
+        ],
+        warnings=[cut] if cut and not is_even else [],
         reproduce=reproduce,
     )
     made = None
@@ -305,20 +330,29 @@ def _offers(loaded: Loaded, gpus: Iterable[str] | Mapping[str, float | None], po
     """The cards to choose from: those given, else those of [plan] and [price], else the scenario's own."""
     scenario = loaded.scenario
     prices = scenario.price.gpu_hour
+
+    def listed_price(gpu: str) -> float | None:
+        return _price_of(prices, gpu)
+
     if not gpus:
         names = scenario.plan.gpus or (list(prices) if isinstance(prices, dict) else [])
         names = names or ([scenario.deployment.gpu] if scenario.deployment.gpu else [])
         with _named(loaded, "gpus of [plan], [price] or [deployment]"):
-            gpus = {name: _price_of(prices, name) for name in names}
+            gpus = dict.fromkeys(names)
             if names:
-                read_offers(gpus)
-    offers = read_offers(gpus, power or ())
+                read_offers(gpus, (), listed_price)
+    offers = read_offers(gpus, power or (), listed_price)
     return offers if power else tuple(_with_power(offer, scenario) for offer in offers)
 
 
-def _price_of(prices: float | dict[str, float] | None, name: str) -> float | None:
-    from windtunnel.sim.deployment.gpu import load_gpu
+def _priced_elsewhere(loaded: Loaded, offers: Sequence[Offer]) -> tuple[str, ...]:
+    """Cards with a price under [price] that are not to choose from."""
+    prices, offered = loaded.scenario.price.gpu_hour, {offer.gpu for offer in offers}
+    names = [load_gpu(name).name for name in prices] if isinstance(prices, dict) else []
+    return tuple(name for name in names if name not in offered)
 
+
+def _price_of(prices: float | dict[str, float] | None, name: str) -> float | None:
     if not isinstance(prices, dict):
         return prices
     by_name = {load_gpu(each).name: value for each, value in prices.items()}
@@ -373,35 +407,53 @@ def make_question(loaded: Loaded, scale: float, replications: int, num_requests:
     return question
 
 
-def _with_length(space: Space, question: Question) -> tuple[Space, Question, list[str]]:
-    """Without a max_model_len: the power of two that holds the longest request, as far as the model goes."""
-    workload = workload_of(question)
-    longest = demand_of(workload).longest_tokens
+def _with_length(space: Space, question: Question) -> tuple[Space, list[str]]:
+    """Each model with its max_model_len: the one that is given, as far as the model goes, else the power of two that
+    holds the longest request, as far as the model goes.
+    """
+    longest = demand_of(workload_of(question)).longest_tokens
     given = space.fixed.get("max_model_len")
-    if given is not None:
-        return space, question, list(_beyond(workload, int(given)))
-    own = min(load_model(name).max_model_len for name in space.models)
-    length = min(max(2048, 2 ** (longest - 1).bit_length()), own)
-    engine = {**question.scenario.get("engine", {}), "max_model_len": length}
-    note = (
-        f"max_model_len is {length:,}, for the longest request of the workload ({longest:,} tokens); vLLM's own "
+    if given is not None and len(space.models) == 1:
+        return space, []
+    lengths, notes = {}, []
+    for name in space.models:
+        own = load_model(name).max_model_len
+        wanted = max(2048, 2 ** (longest - 1).bit_length()) if given is None else int(given)
+        length = lengths[name] = min(wanted, own)
+        if given is None and length < own:
+            notes.append(_why_length(name, length, longest, own, len(space.models) > 1))
+        elif given is not None and length < wanted:
+            notes.append(f"max_model_len of {short_name(name)} is {own:,}, the most it can, not {wanted:,}.")
+    alike = set(lengths.values())
+    common = lengths[space.models[0]] if len(alike) == 1 else None
+    return replace(space, fixed={**space.fixed, "max_model_len": common}, max_model_lens=lengths), notes
+
+
+def _why_length(name: str, length: int, longest: int, own: int, is_one_of_several: bool) -> str:
+    of = f" of {short_name(name)}" if is_one_of_several else ""
+    return (
+        f"max_model_len{of} is {length:,}, for the longest request of the workload ({longest:,} tokens); vLLM's own "
         f"default, {own:,}, would ask for a KV cache that holds one request of that length. --max-model-len "
         "sets another."
     )
-    return (
-        replace(space, fixed={**space.fixed, "max_model_len": length}),
-        replace(question, scenario={**question.scenario, "engine": engine}),
-        [*([note] if length < own else []), *_beyond(workload, length)],
-    )
 
 
-def _beyond(workload: Workload, length: int) -> Iterator[str]:
-    """What max_model_len does to requests that are longer."""
-    refused = int((workload.num_prompt_tokens >= length).sum())
+def _lengths(question: Question, space: Space, chosen: Tried | None) -> Iterator[str]:
+    """What max_model_len does to requests that are longer, for the recommended model, else for each."""
+    workload = workload_of(question)
+    for name in space.models if chosen is None else (chosen.shape.model,):
+        length = space.max_model_lens.get(name) or space.fixed.get("max_model_len")
+        if length is not None:
+            yield from _beyond(workload, int(length), short_name(name) if len(space.models) > 1 else "")
+
+
+def _beyond(workload: Workload, length: int, model: str) -> Iterator[str]:
+    refused = round(refused_share(workload, length) * len(workload))
     cut = int((workload.num_prompt_tokens + workload.num_output_tokens > length).sum()) - refused
+    of = f" of {model}" if model else ""
     if refused or cut > 0:
         yield (
-            f"Of {len(workload):,} requests {refused:,} have prompts of max_model_len ({length:,}) or more and are "
+            f"Of {len(workload):,} requests {refused:,} have prompts of max_model_len{of} ({length:,}) or more and are "
             f"refused, {max(cut, 0):,} reach it before their output ends and are cut there, as vLLM does."
         )
 
@@ -409,7 +461,7 @@ def _beyond(workload: Workload, length: int) -> Iterator[str]:
 def _growth(text: str | float | None, months: int) -> Growth | None:
     if text is None:
         return None
-    return parse_growth(text, months) if isinstance(text, str) else Growth(text, months)
+    return growth_from(text, months)
 
 
 __all__ = ["Plan", "Tried", "candidate_rows", "plan"]

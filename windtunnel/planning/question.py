@@ -12,6 +12,7 @@ from typing import Any
 from windtunnel.planning.candidates import Candidate
 from windtunnel.scenarios.errors import ScenarioError
 from windtunnel.scenarios.load import Loaded, Override, load_scenario
+from windtunnel.scenarios.requests import DEFAULT_NUM_PROMPTS
 from windtunnel.scenarios.resolve import Resolved, read_workload, resolve
 from windtunnel.scenarios.schema import TraceWorkload
 from windtunnel.sim.metrics.slo import GoodputLimits, Slo, parse_slos
@@ -47,6 +48,11 @@ class Question:
     """Requests of one simulation in the search, at least (where the workload has so many)."""
     replications: int = 5
     percentiles: tuple[float, ...] = field(default=(50.0, 90.0, 95.0, 99.0))
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the requests come at one rate all along, so that the ramp of a run is no part of what is asked."""
+        return is_steady(self.scenario["workload"])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data from which ``question_of`` makes it again."""
@@ -86,21 +92,83 @@ def table_of(loaded: Loaded) -> dict[str, Any]:
 
 
 _RATES = ("rate", "off_rate", "start_rate", "end_rate")
+_STEADY = ("poisson", "gamma", "constant")
+"""Arrival processes whose rate does not change."""
+MOST_STEADY = 30_000
+"""Requests that a steady synthetic workload is lengthened to at most, where it is planned for at a higher rate."""
+MOST_UNEVEN = 100_000
+"""The same of one whose rate changes: what is cut off may be its peak."""
 
 
 def scaled_workload(workload: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """A [workload] whose requests come so many times as fast."""
+    """A [workload] whose requests come so many times as fast.
+
+    A trace is replayed faster.  Of a synthetic workload there are as many times more requests, so that it lasts as
+    long as before, up to ``MOST_STEADY`` of them (``MOST_UNEVEN`` where the rate changes).
+    """
     made = dict(workload)
     if scale == 1:
         return made
     if "trace" in made:
         return {**made, "rate_scale": scale * (made.get("rate_scale") or 1.0)}
-    if made.get("arrival"):
-        arrival = {key: scale * float(value) if key in _RATES else value for key, value in made["arrival"].items()}
-        return {**made, "arrival": arrival}
-    if made.get("request_rate") is not None:
-        made["request_rate"] = scale * float(made["request_rate"])
+    made |= _faster(made, scale)
+    if made.get("tenants"):
+        made["tenants"] = {
+            name: {**load, **_faster(load, scale), **_more(load, "num_requests", scale)}
+            if isinstance(load, Mapping)
+            else load
+            for name, load in made["tenants"].items()
+        }
+    sessions = made.get("sessions") or {}
+    if made.get("num_requests") is None and sessions.get("num_sessions") is not None:
+        made["sessions"] = {**sessions, **_more(sessions, "num_sessions", scale, _most(made))}
+    else:
+        of = {"num_requests": DEFAULT_NUM_PROMPTS, **{key: value for key, value in made.items() if value is not None}}
+        made |= _more(of, "num_requests", scale, _most(made))
     return made
+
+
+def _faster(table: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """The rates of a table of a workload or of a tenant, so many times as high."""
+    if isinstance(table.get("arrival"), Mapping):
+        rates = {key: scale * float(value) if key in _RATES else value for key, value in table["arrival"].items()}
+        return {"arrival": rates}
+    return {} if table.get("request_rate") is None else {"request_rate": scale * float(table["request_rate"])}
+
+
+def _more(table: Mapping[str, Any], key: str, scale: float, most: float = MOST_UNEVEN) -> dict[str, Any]:
+    """A number of requests, so many times as large (never a smaller one), as far as ``most``."""
+    number = table.get(key)
+    return {} if number is None else {key: max(int(number), round(min(scale * int(number), most)))}
+
+
+def _most(workload: Mapping[str, Any]) -> int:
+    return MOST_STEADY if is_steady(workload) else MOST_UNEVEN
+
+
+def is_steady(workload: Mapping[str, Any]) -> bool:
+    """Whether the rate of a [workload] does not change: a synthetic one whose arrivals have the same rate all along."""
+    if "trace" in workload:
+        return False
+    tables = [each for each in (workload.get("tenants") or {}).values() if isinstance(each, Mapping)]
+    own = [each for each in tables if each.get("arrival") is not None or each.get("request_rate") is not None]
+    arrival = workload.get("arrival")
+    return not own and (arrival is None or arrival.get("process") in _STEADY)
+
+
+def cut_short(workload: Mapping[str, Any], scale: float) -> str:
+    """What is to be said where a workload could not be lengthened in proportion to its rate; else empty."""
+    sessions = workload.get("sessions") or {}
+    number = int(workload.get("num_requests") or sessions.get("num_sessions") or DEFAULT_NUM_PROMPTS)
+    if scale <= 1 or "trace" in workload or scale * number <= _most(workload):
+        return ""
+    made = scaled_workload(workload, scale)
+    given = int(made.get("num_requests") or made["sessions"]["num_sessions"])
+    rest = "" if is_steady(workload) else " What comes later, be it the peak, is left out."
+    return (
+        f"At {scale:g} times its rate the workload would have {scale * number:,.0f} requests; {given:,} of them are "
+        f"simulated, {100 * given / (scale * number):.0f} % of its duration.{rest}"
+    )
 
 
 def model_path(loaded: Loaded, name: str) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from windtunnel.capacity.binding import MEANING
 from windtunnel.planning.analysis import Analysis
 from windtunnel.planning.candidates import Shape
 from windtunnel.planning.jobs import MAX_RHO
+from windtunnel.planning.load import Demand
 from windtunnel.planning.measure import strain
 from windtunnel.planning.money import Bill, bill_of
 from windtunnel.planning.question import Question, deployment_of
@@ -42,6 +43,7 @@ def row_of(found: Found, each: Tried, spare: int) -> dict[str, Any]:
         **asdict(each.candidate.knobs),
         "is_default": each.feasible.is_default,
         "calibrated": each.calibrated,
+        "evidence": each.evidence,
         "profile": each.profile,
         "num_kv_tokens": each.feasible.memory.kv_cache_tokens,
         "oom_margin_bytes": each.feasible.memory.oom_margin_bytes,
@@ -80,7 +82,18 @@ def _cost_interval(each: Tried, needed: Interval | None, spare: int) -> dict[str
 def _bill(found: Found, each: Tried, num: int, spare: int, at: Mapping[str, Any]) -> Bill:
     busy = at["busy_share"] * num / (num + spare)
     num_gpus = (num + spare) * each.shape.num_gpus
-    return bill_of(each.offer, num_gpus, found.demand, prefill_share=at["prefill_share"], busy_share=busy)
+    demand = _served(found.demand, at)
+    return bill_of(each.offer, num_gpus, demand, prefill_share=at["prefill_share"], busy_share=busy)
+
+
+def _served(demand: Demand, at: Mapping[str, Any]) -> Demand:
+    """The demand in tokens that were served: not those of requests that were refused, nor what was cut off."""
+    shares = at["served_shares"]
+    return replace(
+        demand,
+        mean_prompt_tokens=demand.mean_prompt_tokens * shares["input"],
+        mean_output_tokens=demand.mean_output_tokens * shares["output"],
+    )
 
 
 def recommended(question: Question, found: Found, chosen: Tried, analysis: Analysis, spare: int) -> dict[str, Any]:
@@ -89,26 +102,26 @@ def recommended(question: Question, found: Found, chosen: Tried, analysis: Analy
     row = row_of(found, chosen, spare)
     fleets = [result for (known, _), result in sorted(chosen.fleets.items()) if known == size]
     limit = analysis.limit_rate
-    rho = None if limit is None else found.demand.mean_rate / (size * limit)
-    peak_rho = None if limit is None else found.demand.peak_rate / (size * limit)
+    rho = _rho(chosen, size)
+    peak_rho = None if rho is None else rho * found.demand.peak_to_mean
     cost = deployment_of(question, chosen.candidate).cost
     described = cost.describe()
-    is_quotable = rho is None or rho < MAX_RHO
     return {
         **row,
         "overrides": {**chosen.candidate.overrides(), "data_parallel_size": size + spare},
-        "fleet": fleets[0] if is_quotable else _without_latencies(fleets[0]),
-        "is_quotable": is_quotable,
-        "objectives_over_replications": _over_replications(fleets) if is_quotable else [],
+        "refused_share": found.refused_shares.get(chosen.shape.model, 0.0),
+        "fleet": fleets[0],
+        "objectives_over_replications": _over_replications(fleets),
         "headroom": interval_words(analysis.headroom),
+        "is_full_first": analysis.is_full_first,
         "size_within_noise": _size_within_noise(chosen, analysis),
         "limit_rate": limit,
         "rate_per_replica": _rate_per_replica(found, chosen),
         "rho": rho,
         "peak_rho": peak_rho,
         "utilisation": fleets[0]["busy_share"],
-        "one_down": _one_down(analysis, spare),
-        "crash": _crash(analysis),
+        "one_down": _one_down(chosen, analysis, spare),
+        "crash": _crash(chosen, analysis, spare),
         "redundant": _redundant(found, chosen, size, spare, fleets[0]),
         "needed_alone": _with_replicas(found, chosen, size, fleets[0], size) if spare else None,
         "slower": _slower(chosen, analysis, spare),
@@ -127,11 +140,12 @@ def _size_within_noise(chosen: Tried, analysis: Analysis) -> dict[str, int]:
     low, high = analysis.headroom.low, analysis.headroom.high
     most = size if not math.isfinite(low) or low <= 0 else max(size, whole(size / low))
     least = size if not math.isfinite(high) or high <= 0 else min(size, whole(size / high))
-    return {"low": least if held is None else min(held, least), "high": most}
+    return {"low": max(chosen.least, least if held is None else min(held, least)), "high": most}
 
 
-def _without_latencies(fleet: Mapping[str, Any]) -> dict[str, Any]:
-    return {**fleet, "latency_ms": None, "worst_minute_ms": None}
+def _rho(chosen: Tried, num_replicas: float) -> float | None:
+    """The mean load over what so many replicas can do at most; None where that is not known."""
+    return MAX_RHO * chosen.floor / num_replicas if chosen.floor else None
 
 
 def _over_replications(fleets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -168,15 +182,17 @@ def _rate_per_replica(found: Found, chosen: Tried) -> dict[str, Any] | None:
     }
 
 
-def _one_down(analysis: Analysis, spare: int) -> dict[str, Any] | None:
+def _one_down(chosen: Tried, analysis: Analysis, spare: int) -> dict[str, Any] | None:
     if not analysis.one_down:
         return None
     missed = [
         objective for result in analysis.one_down for objective in result["objectives"] if not objective["passed"]
     ]
+    left = analysis.num_replicas + spare - 1
     return {
-        "num_replicas": analysis.num_replicas + spare - 1,
-        "num_held": sum(result["holds"] for result in analysis.one_down),
+        "num_replicas": left,
+        "num_held": sum(result["holds"] for result in analysis.one_down) if left >= chosen.least else 0,
+        **_load_of(chosen, left, analysis.one_down),
         "num_replications": len(analysis.one_down),
         "objectives": _over_replications(analysis.one_down),
         "missed": sorted({objective["text"] for objective in missed}),
@@ -184,10 +200,20 @@ def _one_down(analysis: Analysis, spare: int) -> dict[str, Any] | None:
     }
 
 
-def _crash(analysis: Analysis) -> dict[str, Any] | None:
+def _load_of(chosen: Tried, num_replicas: int, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Whether so many replicas cannot keep up, by what they can do at most or by what was seen."""
+    overloaded = num_replicas < chosen.least or any(result["overloaded"] for result in results)
+    return {"rho": _rho(chosen, num_replicas), "overloaded": overloaded}
+
+
+def _crash(chosen: Tried, analysis: Analysis, spare: int) -> dict[str, Any] | None:
+    """A crash is for good: those that are left have to keep up, however late in the run it comes."""
     if analysis.crash is None:
         return None
-    return {key: analysis.crash[key] for key in ("holds", "objectives", "num_begun_anew", "failed", "worst_minute_ms")}
+    left = analysis.num_replicas + spare - 1
+    told = {key: analysis.crash[key] for key in ("objectives", "num_begun_anew", "failed", "worst_minute_ms")}
+    holds = analysis.crash["holds"] and left >= chosen.least
+    return {"holds": holds, "num_replicas": left, **told, **_load_of(chosen, left, [analysis.crash])}
 
 
 def _redundant(found: Found, chosen: Tried, size: int, spare: int, at: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +226,7 @@ def _with_replicas(found: Found, chosen: Tried, num: int, at: Mapping[str, Any],
     bill = bill_of(
         chosen.offer,
         num * chosen.shape.num_gpus,
-        found.demand,
+        _served(found.demand, at),
         prefill_share=at["prefill_share"],
         busy_share=at["busy_share"] * size / num,
     )
@@ -212,13 +238,17 @@ def _slower(chosen: Tried, analysis: Analysis, spare: int) -> dict[str, Any] | N
         return None
     needed, usual = analysis.slower_replicas, chosen.num_replicas
     ratio = None if needed is None or usual is None else needed / usual.mean
+    least = whole(chosen.floor * (1 + analysis.slower_by / 100))
+    holds = analysis.slower_fleet["holds"] and analysis.num_replicas >= least
     size = None
     if ratio is not None:
         size = max(1, math.ceil(ratio * analysis.num_replicas / max(analysis.headroom.mean, 1e-9) - 1e-9))
-        size = analysis.num_replicas if analysis.slower_fleet["holds"] else max(size, analysis.num_replicas + 1)
+        size = analysis.num_replicas if holds else max(size, least, analysis.num_replicas + 1)
     return {
         "percent": analysis.slower_by,
-        "holds": analysis.slower_fleet["holds"],
+        "holds": holds,
+        "overloaded": analysis.slower_fleet["overloaded"] or analysis.num_replicas < least,
+        "rho": None if (rho := _rho(chosen, analysis.num_replicas)) is None else rho * (1 + analysis.slower_by / 100),
         "objectives": analysis.slower_fleet["objectives"],
         "num_replicas": size,
         "cost_per_hour": None if size is None else chosen.whole_cost(size, spare),
@@ -246,5 +276,7 @@ def _fewer(chosen: Tried, size: int) -> list[dict[str, Any]]:
     rows = []
     for (known, replication), result in sorted(chosen.fleets.items()):
         if known < size and replication == 0:
-            rows.append({"num_replicas": known, "holds": result["holds"], "objectives": result["objectives"]})
+            holds = result["holds"] and known >= chosen.least
+            load = _load_of(chosen, known, [result])
+            rows.append({"num_replicas": known, "holds": holds, "objectives": result["objectives"], **load})
     return rows

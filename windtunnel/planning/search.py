@@ -21,12 +21,16 @@ from typing import Any
 
 from windtunnel.planning import jobs
 from windtunnel.planning.candidates import Candidate, Feasible, Knobs, Refused, Shape, Space, candidates
-from windtunnel.planning.load import Demand, demand_of
+from windtunnel.planning.load import Demand, demand_of, refused_share
 from windtunnel.planning.offers import Offer
 from windtunnel.planning.progress import NUM_STAGES, Stage, Tell
-from windtunnel.planning.question import Question, deployment_of, workload_of
+from windtunnel.planning.question import Question, deployment_of, objectives_of, workload_of
+from windtunnel.sim.cost.evidence import UNCALIBRATED
 from windtunnel.sim.deployment.memory import InfeasibleDeployment
+from windtunnel.sim.deployment.model import short_name
 from windtunnel.sim.metrics.replications import Interval, mean_interval, paired_difference
+from windtunnel.sim.metrics.slo import Slo
+from windtunnel.sim.metrics.words import percent
 from windtunnel.workers import Job, Workers
 
 CONTENDER = 1.25
@@ -62,7 +66,11 @@ class Tried:
     offer: Offer
     calibrated: bool
     profile: str | None
+    evidence: str = UNCALIBRATED
+    """What stands behind its step times; see ``windtunnel.sim.cost.evidence``."""
     is_bound_of_shape: bool = False
+    floor: float = 0.0
+    """Replicas below which the load is more than ``MAX_RHO`` of what they can do at most; 0 where that is not known."""
     estimates: list[dict[str, Any]] = field(default_factory=list)
     """Results of ``jobs.needed``, one a replication."""
     fleets: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
@@ -90,7 +98,12 @@ class Tried:
         found = [each["num_replicas"] for each in self.estimates]
         if not found or any(value is None for value in found):
             return None
-        return mean_interval(found)
+        return mean_interval([max(value, self.floor) for value in found])
+
+    @property
+    def least(self) -> int:
+        """Whole replicas that keep up with the load, whatever the latency: no fewer are recommended."""
+        return whole(self.floor)
 
     @property
     def missed(self) -> list[dict[str, Any]]:
@@ -118,7 +131,7 @@ class Dropped:
 
     shape: Shape
     kind: str
-    """"too_slow_alone", "too_many", "dearer_by_bound" or "never_holds"."""
+    """"too_long", "too_slow_alone", "too_many", "dearer_by_bound" or "never_holds"."""
     reason: str
     bound: float | None = None
     """Cost an hour below which it cannot come."""
@@ -148,6 +161,8 @@ class Found:
     """Those with a number of replicas, cheapest first, calibrated ones apart from the others (see ``uncalibrated``)."""
     finalists: list[Tried]
     without_effect: list[WithoutEffect] = field(default_factory=list)
+    refused_shares: dict[str, float] = field(default_factory=dict)
+    """Of the requests, by model: those that max_model_len refuses."""
     num_simulations: int = 0
     num_requests: int = 0
 
@@ -159,6 +174,7 @@ def search(
     *,
     with_uncalibrated: bool = False,
     spare: int = 0,
+    exhaustive: bool = False,
     tell: Tell,
 ) -> Found:
     """Find the cheapest deployments that keep the objectives; ``spare`` replicas are bought beside those needed.
@@ -166,9 +182,13 @@ def search(
     Calibrated and uncalibrated step times are never ranked together: as long as there is a calibrated shape the others
     are left out, or, ``with_uncalibrated``, tried and kept apart.
 
+    ``exhaustive`` leaves nothing out for what a bound says, and estimates every candidate: many times the work, to
+    measure what is lost without (``benchmarks/plan_pruning.py``).
+
     Raises ValueError where no number of replicas follows from the workload, and what resolving a scenario raises.
     """
-    return _Search(question, space, workers, with_uncalibrated, spare, tell).run()
+    kind = _ExhaustiveSearch if exhaustive else _Search
+    return kind(question, space, workers, with_uncalibrated, spare, tell).run()
 
 
 class _Search:
@@ -180,7 +200,8 @@ class _Search:
         self._stage = Stage(tell)
         self._num_fleets = min(NUM_FLEET_REPLICATIONS, question.replications)
         self._offers = {offer.gpu: offer for offer in space.offers}
-        self.found = Found(demand_of(workload_of(question)), [], [], [], {}, {}, [], [])
+        self._workload = workload_of(question)
+        self.found = Found(demand_of(self._workload), [], [], [], {}, {}, [], [])
 
     def run(self) -> Found:
         feasible = self._start()
@@ -212,8 +233,16 @@ class _Search:
                 self.found.refused.append(Refused(shape, (), "refused", str(error)))
                 del by_shape[shape]
                 continue
+            share = self.found.refused_shares[shape.model] = refused_share(
+                self._workload, resolved.system.config.max_model_len
+            )
+            if too_long := _too_long(self._question, shape, share, resolved.system.config.max_model_len):
+                self.found.dropped.append(Dropped(shape, "too_long", too_long))
+                del by_shape[shape]
+                continue
             for option in options:
-                option.calibrated, option.profile = resolved.cost.calibrated, resolved.profile
+                option.calibrated, option.evidence = resolved.cost.calibrated, resolved.evidence
+                option.profile = resolved.profile
         return by_shape
 
     def _groups(self, by_shape: dict[Shape, list[Tried]]) -> list[dict[Shape, list[Tried]]]:
@@ -231,16 +260,17 @@ class _Search:
         shapes = self._fast_enough_alone(by_shape)
         if not shapes:
             return
-        firsts, least = self._bounds({shape: by_shape[shape] for shape in shapes})
+        firsts, wider, least = self._bounds({shape: by_shape[shape] for shape in shapes})
         shapes = [shape for shape in shapes if self._is_within_reach(shape, least[shape])]
         order = sorted(shapes, key=lambda shape: (least[shape] * firsts[shape].unit_cost, shape))
         best = math.inf
         tried: list[Tried] = []
         for wave in (order[:FIRST_WAVE], order[FIRST_WAVE:]):
             kept = [shape for shape in wave if self._can_win(firsts[shape], least[shape], best)]
+            begun = {shape: [firsts[shape], *([wider[shape]] if shape in wider else [])] for shape in kept}
             self._begin(4, f"replicas for {_counted(len(kept), 'kind')}")
-            self._estimate([firsts[shape] for shape in kept], least, replication=0)
-            tried += [firsts[shape] for shape in kept]
+            self._estimate([each for options in begun.values() for each in options], least, replication=0)
+            tried += [min(options, key=lambda each: each.cost) for options in begun.values()]
             best = min((self._surely(each) for each in tried), default=math.inf)
         self._turn_knobs(tried, by_shape, least)
         self._drop_hopeless(tried)
@@ -262,22 +292,52 @@ class _Search:
                 kept.append(each.shape)
         return kept
 
-    def _bounds(self, by_shape: dict[Shape, list[Tried]]) -> tuple[dict[Shape, Tried], dict[Shape, float]]:
-        """For each shape the knobs to begin with, and the least number of replicas that keep up at all with them.
+    def _bounds(
+        self, by_shape: dict[Shape, list[Tried]]
+    ) -> tuple[dict[Shape, Tried], dict[Shape, Tried], dict[Shape, float]]:
+        """For each shape the knobs to begin with, those with more seats and tokens where they do more than
+        ``ROOM_FOR_KNOBS`` allows for, and the least number of replicas that keep up with any of these.
 
-        vLLM's defaults, or the knobs with the largest KV cache where that is much larger and does more.
+        To begin with are vLLM's defaults (the first of the lists that were given), or the knobs with the largest KV
+        cache where that is much larger and does more.
         """
         asked = [each for options in by_shape.values() for each in _extremes(options)]
         self._begin(3, f"what {_counted(len(by_shape), 'kind')} can do at most")
         results = self._do(jobs.limit_job(self._question, each.candidate) for each in asked)
         firsts: dict[Shape, Tried] = {}
+        wider: dict[Shape, Tried] = {}
+        bounds: dict[Candidate, float] = {}
         least: dict[Shape, float] = {}
         for each, result in zip(asked, results, strict=True):
             rate = self.found.limits[each.candidate] = result["request_throughput"]
             bound = _LEAST if rate is None else self.found.demand.mean_rate / (rate * (1 + SATURATION_ERROR))
-            if each.shape not in least or bound < least[each.shape] / (1 + SATURATION_ERROR):
-                firsts[each.shape], least[each.shape] = each, bound
-        return firsts, least
+            bounds[each.candidate] = bound
+            self._set_floor(each)
+            least[each.shape] = min(bound, least.get(each.shape, math.inf))
+            first = firsts.setdefault(each.shape, each)
+            if _is_wider(each, first):
+                if bound < ROOM_FOR_KNOBS * bounds[first.candidate]:
+                    wider[each.shape] = each
+            elif bound < bounds[first.candidate] / (1 + SATURATION_ERROR):
+                firsts[each.shape] = each
+        return firsts, wider, least
+
+    def _set_floor(self, each: Tried) -> None:
+        """The least number of replicas that keep up, from what one does at most."""
+        limit = self.found.limits[each.candidate]
+        if limit is not None:
+            load = self.found.demand.mean_rate * (1 - self.found.refused_shares[each.shape.model])
+            each.floor = load / (limit * jobs.MAX_RHO)
+
+    def _know_limits(self, chosen: Sequence[Tried]) -> None:
+        """What a replica of each does at most, where that was not asked before."""
+        wanted = [each for each in chosen if each.candidate not in self.found.limits]
+        if wanted:
+            self._begin(6, f"what {_counted(len(wanted), 'candidate')} can do at most")
+            results = self._do(jobs.limit_job(self._question, each.candidate) for each in wanted)
+            for each, result in zip(wanted, results, strict=True):
+                self.found.limits[each.candidate] = result["request_throughput"]
+                self._set_floor(each)
 
     def _is_within_reach(self, shape: Shape, least: float) -> bool:
         """Whether so many replicas can be simulated as could be needed."""
@@ -347,19 +407,28 @@ class _Search:
         self._replicate([each for options in by_shape.values() for each in options if each.estimates], best, least)
 
     def _probe(self, best: dict[Shape, Tried], by_shape: dict[Shape, list[Tried]], least: dict[Shape, float]) -> None:
-        """One other token budget for each shape that vLLM's own leaves dear, though the engine could do much more."""
-        wanted = {
-            shape: option
-            for shape, each in best.items()
-            if each.cost < math.inf
-            and self._may_win(each, best, least)
-            and not self._is_near(each, best, least)
-            and (option := _other_budget(each, by_shape[shape])) is not None
-        }
-        self._begin(4, f"another budget of {_counted(len(wanted), 'kind')}")
-        self._estimate(list(wanted.values()), least, replication=0)
-        for shape, option in wanted.items():
-            best[shape] = min((best[shape], option), key=lambda each: each.cost)
+        """One other token budget for each shape that vLLM's own leaves dear, though the engine could do much more.
+
+        What that makes cheaper may leave another shape dear, which then gets its try, too.
+        """
+        probed: set[Shape] = set()
+        while True:
+            wanted = {
+                shape: option
+                for shape, each in best.items()
+                if shape not in probed
+                and each.cost < math.inf
+                and self._may_win(each, best, least)
+                and not self._is_near(each, best, least)
+                and (option := _other_budget(each, by_shape[shape])) is not None
+            }
+            if not wanted:
+                break
+            self._begin(4, f"another budget of {_counted(len(wanted), 'kind')}")
+            self._estimate(list(wanted.values()), least, replication=0)
+            for shape, option in wanted.items():
+                best[shape] = min((best[shape], option), key=lambda each: each.cost)
+            probed |= wanted.keys()
 
     def _is_worth_turning(self, each: Tried, others: dict[Shape, Tried], least: dict[Shape, float]) -> bool:
         """Whether other knobs may make a shape hold at all, or save it a replica and with that be the cheapest."""
@@ -428,6 +497,7 @@ class _Search:
         """Whole fleets of the cheapest candidates, one of a shape first, then others of the cheapest."""
         chosen = self._finalists(ranked)
         while chosen:
+            self._know_limits(chosen)
             self._find_sizes(chosen)
             self._repeat(chosen)
             self.found.finalists += chosen
@@ -523,8 +593,32 @@ class _Search:
         return results
 
 
+class _ExhaustiveSearch(_Search):
+    """Every candidate is estimated, and every one verified whose estimate costs less than what held."""
+
+    def _run_group(self, by_shape: dict[Shape, list[Tried]]) -> None:
+        firsts, _, bounds = self._bounds(by_shape)
+        least = {shape: _LOOSE * bound for shape, bound in bounds.items()}
+        self._begin(4, f"replicas for {_counted(len(by_shape), 'kind')}")
+        self._estimate(list(firsts.values()), least, replication=0)
+        rest = [each for options in by_shape.values() for each in options if not each.estimates]
+        self._begin(4, f"replicas for {_counted(len(rest), 'other setting')}")
+        self._estimate(rest, least, replication=0)
+        self._replicate([each for options in by_shape.values() for each in options], firsts, least)
+        self._drop_hopeless(list(firsts.values()))
+
+    def _might_be_cheaper(self, ranked: Sequence[Tried]) -> list[Tried]:
+        known = [each for each in self.found.finalists if each in ranked]
+        held = [each.whole_cost(size, self._spare) for each in known if (size := smallest_that_holds(each)) is not None]
+        least = min(held, default=math.inf)
+        others = [each for each in self._in_whole_replicas(ranked) if each not in known]
+        return [each for each in others if each.whole_cost(_rounded(each), self._spare) < least][:1]
+
+
+_LOOSE = 0.25
+"""Of a bound, where none is to be trusted."""
 _UNCALIBRATED = (
-    "no calibrated profile prices its steps, and roofline times are not ranked beside calibrated ones (measure it, or "
+    "no profile prices its steps, and roofline times are not ranked beside those of profiles (measure it, or "
     "--uncalibrated tries it and keeps it apart)"
 )
 _LEAST = 0.02
@@ -532,7 +626,7 @@ _LEAST = 0.02
 _FIRST_GUESS = 1.3
 """A first guess, over the bound: engines are rarely run fuller than three quarters under an objective on latency."""
 _NARROW_STEP = 1.06
-"""Factor between tries where another replication already said where to look."""
+"""First factor between tries where another replication already said where to look."""
 _MOST_ROUNDS = 25
 _STRIDE = 0.03
 """Of a fleet's size, between two that are simulated while one side of the bracket is not known."""
@@ -540,11 +634,29 @@ _KNOBS = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization")
 
 
 def _extremes(options: Sequence[Tried]) -> list[Tried]:
-    """The first of a shape's candidates, and the one with the largest KV cache where that is much larger."""
+    """The first of a shape's candidates, the one with the largest KV cache where that is much larger, and the one with
+    the most seats and tokens where the first has fewer of either.
+    """
     first = options[0]
     largest = max(options, key=lambda each: each.feasible.memory.kv_cache_tokens)
     is_larger = largest.feasible.memory.kv_cache_tokens > LARGER_POOL * first.feasible.memory.kv_cache_tokens
-    return [first, largest] if is_larger else [first]
+    widest = max(
+        options,
+        key=lambda each: (
+            each.candidate.knobs.max_num_seqs,
+            each.candidate.knobs.max_num_batched_tokens,
+            each.feasible.memory.kv_cache_tokens,
+        ),
+    )
+    found = [first, *([largest] if is_larger else []), *([widest] if _is_wider(widest, first) else [])]
+    return list(dict.fromkeys(found))
+
+
+def _is_wider(each: Tried, other: Tried) -> bool:
+    """Whether one has more seats or a larger budget, and neither less."""
+    one, two = each.candidate.knobs, other.candidate.knobs
+    seats, budget = one.max_num_seqs - two.max_num_seqs, one.max_num_batched_tokens - two.max_num_batched_tokens
+    return min(seats, budget) >= 0 and max(seats, budget) > 0
 
 
 def _is_missed_alone(objective: dict[str, Any]) -> bool:
@@ -631,24 +743,26 @@ def _rounded(each: Tried) -> int:
     """Whole replicas from which the simulation of fleets begins: a router that looks at the load does a little better
     than taking turns, so the mean is rounded up, not the end of its interval."""
     needed = each.num_replicas
-    return 1 if needed is None else whole(needed.mean)
+    return each.least if needed is None else whole(needed.mean)
 
 
 def next_size(each: Tried, most: int) -> int | None:
     """The size to simulate next, so that one is known to hold and the next smaller not to; None where that is known.
+    Of fewer than ``each.least`` it is known.
 
     The first step is of one replica, of a large fleet a few percent; steps double until both sides are known, and what
     is between them is then halved.
     """
     holds = {known: result["holds"] for (known, replication), result in each.fleets.items() if replication == 0}
     high = min((size for size, held in holds.items() if held), default=None)
-    low = max((size for size, held in holds.items() if not held and (high is None or size < high)), default=0)
+    tried = [size for size, held in holds.items() if not held and (high is None or size < high)]
+    low = max(tried, default=each.least - 1)
     step = 2 ** (len(holds) - 1) * _STRIDE
     if high is None:
         return min(low + max(1, round(step * low)), most) if low < most else None
     if high - low <= 1:
         return None
-    return (low + high) // 2 if low else max(1, high - max(1, round(step * high)))
+    return (low + high) // 2 if tried else max(each.least, high - max(1, round(step * high)))
 
 
 def _skipped(each: Tried, most: int) -> int | None:
@@ -661,9 +775,32 @@ def smallest_that_holds(each: Tried, *, in_all: bool = True) -> int | None:
     """The smallest fleet that held in every replication of it (or, with ``in_all`` False, in any); None if none did."""
     sizes: dict[int, list[bool]] = {}
     for (size, _), result in each.fleets.items():
-        sizes.setdefault(size, []).append(result["holds"])
+        if size >= each.least:
+            sizes.setdefault(size, []).append(result["holds"])
     held = [size for size, results in sizes.items() if (all(results) if in_all else any(results))]
     return min(held, default=None)
+
+
+def room_percent(slo: Slo) -> float:
+    """So many of a hundred requests may be refused before the objective is missed: each misses every latency."""
+    if slo.metric == "goodput":
+        return 100 - slo.limit if slo.unit == "%" else 100.0
+    if slo.metric == "failed":
+        return slo.limit if slo.unit == "%" else 100.0
+    return slo.room_percent if slo.unit == "ms" else 100.0
+
+
+def _too_long(question: Question, shape: Shape, share: float, max_model_len: int) -> str:
+    """Why a model that refuses so many requests cannot keep the objectives; empty where it can."""
+    broken = [slo for slo in objectives_of(question)[0] if 100 * share > room_percent(slo)]
+    if not broken:
+        return ""
+    strictest = min(broken, key=room_percent)
+    return (
+        f"{percent(share)} of the requests need a longer context than max_model_len {max_model_len:,} of "
+        f"{short_name(shape.model)} and are refused, and {strictest.text} leaves room for "
+        f"{room_percent(strictest):g} %: raise max_model_len, choose another model, or leave those rows out"
+    )
 
 
 def difference(a: Tried, b: Tried) -> Interval | None:

@@ -18,6 +18,7 @@ from windtunnel.reports.sweep_data import (
     are_level,
     measure,
 )
+from windtunnel.sim.metrics.comparison import MOST_FAILED
 from windtunnel.sweeping.axes import Axis
 from windtunnel.sweeping.dials import PLANNED
 from windtunnel.sweeping.knee import find_knee
@@ -113,8 +114,15 @@ def _candidates(points: Sequence[SweptPoint], by: str, objectives: Sequence[str]
     if objectives:
         known = [point for point in known if point.holds]
     else:
+        known = _answering(known)
         known = [point for point in known if not point.is_hopeless] or known
     return [point for point in known if not point.is_unsafe] or known
+
+
+def _answering(points: Sequence[SweptPoint]) -> list[SweptPoint]:
+    """Those that leave hardly more requests without an answer than the one that leaves the fewest."""
+    shares = [point.mean("failed_share") or 0.0 for point in points]
+    return [point for point, share in zip(points, shares, strict=True) if share <= min(shares) + MOST_FAILED]
 
 
 _TIE_BREAKS = (

@@ -25,6 +25,8 @@ from decimal import Decimal
 from math import exp, floor, isfinite, log
 from typing import Any, get_args
 
+from windtunnel.sweeping.names import alias_note, catalogue_name
+
 MOST_VALUES = 1000
 """Of one setting in a sweep."""
 LISTS = ("objectives", "goodput", "percentiles", "preferred_batch_size")
@@ -81,7 +83,17 @@ class Axis:
     text: str
     """What was asked for."""
     values: tuple[Any, ...] = ()
+    """Each once, GPUs, models and releases by the names of their catalogues."""
     draw: Draw | None = None
+    repeated: tuple[Any, ...] = ()
+    """All that was given, in its order: values that come twice stand there twice."""
+    notes: tuple[str, ...] = ()
+    """What names were taken as, in sentences for people."""
+
+    @property
+    def num_repeats(self) -> int:
+        """Values that say what another one said."""
+        return len(self.repeated) - len(self.values)
 
     @property
     def as_draw(self) -> Draw:
@@ -127,13 +139,28 @@ def make_axis(name: str, spec: Any, *, bare_range: bool = False) -> Axis:
 
 def is_whole(key: str) -> bool:
     """Whether a setting counts something, so that only whole numbers make sense.  Raises ScenarioError if unknown."""
+    kinds = _kinds_of(key)
+    return int in kinds and not kinds & {float, str}
+
+
+def _is_text(key: str) -> bool:
+    from windtunnel.scenarios.errors import ScenarioError
+
+    try:
+        kinds = _kinds_of(key)
+    except ScenarioError:  # whoever looks for the setting says so
+        return False
+    return str in kinds and not kinds & {bool, int, float}
+
+
+def _kinds_of(key: str) -> set[type]:
+    """Types that the schema has for a setting, whichever section it is in."""
     from windtunnel.scenarios.load import override_path
     from windtunnel.scenarios.schema import SECTIONS, Scenario
 
     path = override_path(key)
     models = SECTIONS.get(path[0], ()) if len(path) == 2 else (Scenario,)
-    kinds = {kind for model in models if path[-1] in model.model_fields for kind in _kinds(model, path[-1])}
-    return int in kinds and not kinds & {float, str}
+    return {kind for model in models if path[-1] in model.model_fields for kind in _kinds(model, path[-1])}
 
 
 def _kinds(model: Any, name: str) -> set[type]:
@@ -155,7 +182,7 @@ def _from_values(key: str, spec: Any) -> Axis:
     if isinstance(spec, Mapping) or not isinstance(spec, Iterable):
         raise ValueError(f"give several values in a list, or text: {_EXAMPLE}")
     values = [_plain(value) for value in spec]
-    return Axis(key, ", ".join(map(str, values)), _checked(key, values))
+    return _listed_axis(key, ", ".join(map(str, values)), values)
 
 
 def _plain(value: Any) -> Any:
@@ -164,14 +191,25 @@ def _plain(value: Any) -> Any:
     return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 
 
+def _listed_axis(key: str, text: str, values: Sequence[Any], *, is_drawn: bool = False) -> Axis:
+    """An axis of these values, or one that draws from them."""
+    repeated = _checked(key, values)
+    once = tuple(value for place, value in enumerate(repeated) if value not in repeated[:place])
+    told = dict.fromkeys(alias_note(key, value) for value in values if isinstance(value, str))
+    notes = tuple(filter(None, told))
+    if is_drawn:
+        return Axis(key, text, draw=Draw(choices=once), notes=notes)
+    return Axis(key, text, once, repeated=repeated, notes=notes)
+
+
 def _checked(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Each value once, and lists as such where the setting is one."""
+    """Lists as such where the setting is one, and names as their catalogues have them."""
     if not values or any(value == "" for value in values):
         raise ValueError("there is an empty value, or none at all: give at least one")
     if len(values) > MOST_VALUES:
         raise ValueError(f"{len(values):,} values are more than {MOST_VALUES:,}: take a larger step")
-    listed = [[value] if key in LISTS and not isinstance(value, list) else value for value in values]
-    return tuple(value for place, value in enumerate(listed) if value not in listed[:place])
+    listed = ([value] if key in LISTS and not isinstance(value, list) else value for value in values)
+    return tuple(catalogue_name(key, value) for value in listed)
 
 
 # --- from text
@@ -181,17 +219,17 @@ def _from_text(key: str, text: str, whole: bool, bare_range: bool) -> Axis:
     kind, colon, rest = text.partition(":")
     kind = kind.strip().lower()
     if colon and kind in ("lin", "log"):
-        return Axis(key, text, _checked(key, _spaced(rest, is_log=kind == "log", whole=whole)))
+        return _listed_axis(key, text, _spaced(rest, is_log=kind == "log", whole=whole))
     if colon and kind in ("random", "lograndom"):
         return Axis(key, text, draw=_range_to_draw(rest, is_log=kind == "lograndom", whole=whole))
     if colon and kind == "choice":
-        return Axis(key, text, draw=Draw(choices=_checked(key, _listed(rest))))
+        return _listed_axis(key, text, [value_of(key, part) for part in _split(rest)], is_drawn=True)
     if bare_range and text.count(":") == 1 and _are_numbers(text.split(":")):
         return Axis(key, text, draw=_range_to_draw(text, is_log=False, whole=whole))
-    return Axis(key, text, _checked(key, list(_ranges_and_values(text))))
+    return _listed_axis(key, text, list(_ranges_and_values(key, text)))
 
 
-def _ranges_and_values(text: str) -> Iterable[Any]:
+def _ranges_and_values(key: str, text: str) -> Iterable[Any]:
     for part in _split(text):
         numbers = part.split(":")
         if len(numbers) == 3 and _are_numbers(numbers):
@@ -199,7 +237,7 @@ def _ranges_and_values(text: str) -> Iterable[Any]:
         elif len(numbers) == 2 and _are_numbers(numbers):
             raise ValueError(f"{part!r} is a range without a step; {_EXAMPLE}")
         else:
-            yield read_value(part)
+            yield value_of(key, part)
 
 
 def _split(text: str) -> list[str]:
@@ -220,8 +258,10 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _listed(text: str) -> list[Any]:
-    return [read_value(part) for part in _split(text)]
+def value_of(key: str, text: str) -> Any:
+    """``read_value``, but for a setting that is text the text: 0.10 is a release of vLLM, and 4090 a GPU."""
+    value = read_value(text)
+    return text if isinstance(value, int | float) and _is_text(key) else value
 
 
 def read_value(text: str) -> Any:

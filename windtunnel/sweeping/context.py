@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from windtunnel import __version__
 from windtunnel.reports.context import ReportContext, ResolvedValue
+from windtunnel.sim.cost.evidence import UNCALIBRATED, different, evidence_of_summary, weakest
 from windtunnel.sim.cost.statement import CostStatement, shown_name
 from windtunnel.trials import Obstacle, resolved_or_obstacle
 
@@ -42,9 +43,17 @@ def own_settings(described: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def report_context(
-    title: str, described: Mapping[str, Any] | None, runs: Sequence[Run], varied: Iterable[str], seeds: Sequence[int]
+    title: str,
+    described: Mapping[str, Any] | None,
+    runs: Sequence[Run],
+    varied: Iterable[str],
+    seeds: Sequence[int],
+    notes: Iterable[str] = (),
 ) -> ReportContext:
-    """What is common to all runs, from the settings of one of them and from what each came to."""
+    """What is common to all runs, from the settings of one of them and from what each came to.
+
+    ``notes`` are those on the design, and come before those on the settings.
+    """
     told = described or {}
     hidden = set(varied)
     known = [run for run in runs if not run.get("infeasible")]
@@ -55,14 +64,14 @@ def report_context(
         gpu=_gpus(told, known, hidden),
         engine="" if "engine_version" in hidden or not told else told["engine"],
         cost_model=" / ".join(costs),
-        calibrated=bool(known) and all(run.get("cost_model_calibrated") for run in known),
+        evidence=weakest(map(evidence_of_summary, known)),
         cost=told.get("cost", {}) if len(costs) == 1 else {},
         calibrated_by=tuple(_calibrated_by(known)),
         resolved=tuple(ResolvedValue(**each) for each in told.get("settings", ()) if each["key"] not in hidden),
         seed=seeds[0] if len(seeds) == 1 else None,
         version=__version__,
         workload=told.get("workload", {}),
-        notes=tuple(told.get("notes", ())),
+        notes=(*notes, *told.get("notes", ())),
         warnings=tuple(_warnings(told, known)),
     )
 
@@ -80,7 +89,7 @@ def _gpus(told: Mapping[str, Any], known: Sequence[Run], hidden: set[str]) -> st
 
 
 def _calibrated_by(known: Sequence[Run]) -> Iterator[str]:
-    """Where calibrated step times come from and how far off they are, each profile once."""
+    """Where step times of profiles come from and how far off they are, each profile once."""
     names = dict.fromkeys(shown_name(run) for run in known)
     told: dict[str, None] = {}
     for run in known:
@@ -98,11 +107,10 @@ def _calibrated_by(known: Sequence[Run]) -> Iterator[str]:
 
 
 def _warnings(told: Mapping[str, Any], known: Sequence[Run]) -> Iterator[str]:
-    if len({bool(run.get("cost_model_calibrated")) for run in known}) > 1:
-        yield (
-            "Some points are priced by a calibrated profile and others by an uncalibrated cost model, so that a part "
-            "of their difference is that of the cost models: give all of them the same one (--set cost=roofline)."
-        )
+    grades = [evidence_of_summary(run) for run in known]
+    if apart := different(grades):
+        remedy = ": give all of them the same one (--set cost=roofline)" if UNCALIBRATED in grades else ""
+        yield f"{apart}, so that a part of what the points differ by is that of their cost models{remedy}."
     said = [*told.get("warnings", ()), *(line for run in known for line in str(run.get("warnings") or "").splitlines())]
     yield from _extrapolated(said, len(known))
     others = [text for text in dict.fromkeys(said) if not _OUTSIDE.search(text)]

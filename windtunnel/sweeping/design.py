@@ -67,11 +67,11 @@ def _grid(axes: Sequence[Axis], listed: Sequence[int]) -> list[Combination]:
 
 
 def _zipped(axes: Sequence[Axis], listed: Sequence[int]) -> list[Combination]:
-    lengths = {axes[place].key: len(axes[place].values) for place in listed}
+    lengths = {axes[place].key: len(axes[place].repeated) for place in listed}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{key} has {length:,}" for key, length in lengths.items())
         raise ValueError(f"--zip sets values side by side, so each setting needs as many: {told}")
-    return list(zip(*(axes[place].values for place in listed), strict=True)) if listed else [()]
+    return list(zip(*(axes[place].repeated for place in listed), strict=True)) if listed else [()]
 
 
 def unit_points(dimensions: int, number: int, sampling: str, seed: int) -> FloatArray:

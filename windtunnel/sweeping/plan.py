@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from windtunnel.comparison_plan import check_metrics, default_metrics, refusal, 
 from windtunnel.sweeping.axes import LISTS, Axis, make_axis
 from windtunnel.sweeping.design import combinations
 from windtunnel.sweeping.dials import COST, MORE_METRICS, dial_of
+from windtunnel.sweeping.names import catalogue_name
 
 if TYPE_CHECKING:
     from windtunnel.scenarios.load import Loaded
@@ -64,6 +65,8 @@ class SweepPlan:
     sampling: str
     why_reps: str
     """Why there are as many replications, where nobody asked for a number."""
+    notes: tuple[str, ...]
+    """What names were taken as and what is looked at only once, in sentences for people."""
 
     @property
     def num_runs(self) -> int:
@@ -116,6 +119,7 @@ def plan_sweep(
         samples,
         sampling,
         why,
+        tuple(design_notes(axes, len(combos), len(points), is_zipped=is_zipped)),
     )
 
 
@@ -175,6 +179,26 @@ def each_once(points: Sequence[PlannedPoint]) -> tuple[PlannedPoint, ...]:
     for point in points:
         found.setdefault(repr(list(point.settings.values())), point)
     return tuple(found.values())
+
+
+def design_notes(
+    axes: Iterable[Axis], num_combinations: int, num_points: int, *, is_zipped: bool = False
+) -> Iterator[str]:
+    """What names were taken as, which values came twice, and how many combinations came to the same point."""
+    for axis in axes:
+        yield from axis.notes
+        if axis.num_repeats and not is_zipped:
+            count = f"{axis.num_repeats:,} of {len(axis.repeated):,} values"
+            yield f"{axis.key} {axis.text}: {count} {_say_again(axis.num_repeats)}."
+    number = num_combinations - num_points
+    if number:
+        yield f"{number:,} of {num_combinations:,} points {_say_again(number)}."
+
+
+def _say_again(number: int) -> str:
+    return (
+        "comes to the same as another and is left out" if number == 1 else "come to the same as others and are left out"
+    )
 
 
 def check_words(axes: Sequence[Axis], points: Sequence[PlannedPoint]) -> None:
@@ -277,7 +301,7 @@ def _baseline(
     if unknown:
         raise refusal(f"--baseline names {unknown[0]}, which is not varied: name a point by what is")
     loaded = _load(scenario, {**points[0].overrides, **own})
-    wanted = {key: checked_value(loaded, key, value) for key, value in own.items()}
+    wanted = {key: catalogue_name(key, checked_value(loaded, key, value)) for key, value in own.items()}
     found = [point for point in points if all(point.settings[key] == value for key, value in wanted.items())]
     if len(found) != 1:
         told = ", ".join(f"{key}={value}" for key, value in asked.items())

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windtunnel.rundir import OutputError
 from windtunnel.sweeping.plan import PlannedPoint
+from windtunnel.sweeping.starting import never_start
 from windtunnel.trials.trial import trial_of
-from windtunnel.workers import Done, Store, Workers
+from windtunnel.workers import Done, Job, Store, Workers
 
 if TYPE_CHECKING:
     from windtunnel.scenarios.load import Loaded
@@ -78,12 +80,31 @@ def check_is_no_part(folder: Path, path: Path) -> None:
 def run_points(points: Sequence[PlannedPoint], seeds: Sequence[int], how: How) -> list[list[dict[str, Any]]]:
     """For each point what its runs came to, by seed; the seeds are the same everywhere (common random numbers).
 
-    Points that vLLM would not start have the reason under ``infeasible``.  Raises as ``resolve`` for all else that is
-    wrong, WorkerDied if processes die again and again; what is finished by then is kept.
+    Points that vLLM would not start have the reason under ``infeasible``, found out once for all seeds.  Raises as
+    ``resolve`` for all else that is wrong, WorkerDied if processes die again and again; what is finished by then is
+    kept.
     """
-    jobs = [trial_of(_with_seed(point.loaded, seed)) for point in points for seed in seeds]
-    results = list(how.workers.map(jobs, store=how.store, tell=how.tell))
-    return [results[start : start + len(seeds)] for start in range(0, len(results), len(seeds))]
+    first_jobs = [trial_of(_with_seed(point.loaded, seeds[0])) for point in points]
+    stopped = [False] * len(points)
+    if len(seeds) > 1:
+        stopped = never_start([point.loaded for point in points], first_jobs, how.workers, how.store)
+    jobs = []
+    for point, first, is_stopped in zip(points, first_jobs, stopped, strict=True):
+        jobs += [first, *(trial_of(_with_seed(point.loaded, seed)) for seed in ([] if is_stopped else seeds[1:]))]
+    results = how.workers.map(jobs, store=how.store, tell=how.tell)
+    return [
+        list(_of_all_seeds(next(results), job, seeds, how.tell)) if is_stopped else list(islice(results, len(seeds)))
+        for job, is_stopped in zip(first_jobs, stopped, strict=True)
+    ]
+
+
+def _of_all_seeds(first: dict[str, Any], job: Job, seeds: Sequence[int], tell: Tell | None) -> Iterator[dict[str, Any]]:
+    """The runs of a point that does not start, of which one was tried."""
+    yield first
+    for place, seed in enumerate(seeds[1:], 1):
+        if tell is not None:
+            tell(Done(place, job, first, was_cached=False, elapsed_s=0.0))
+        yield {**first, "seed": seed}
 
 
 def _with_seed(loaded: Loaded, seed: int) -> Loaded:

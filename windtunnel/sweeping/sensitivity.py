@@ -29,6 +29,7 @@ from windtunnel.sweeping.indices import (
 from windtunnel.sweeping.plan import (
     PlannedPoint,
     check_words,
+    design_notes,
     load_base,
     planned_points,
     renamed,
@@ -68,6 +69,8 @@ class SensitivityPlan:
     common: dict[str, Any]
     metrics: tuple[str, ...]
     vary: dict[str, Any]
+    notes: tuple[str, ...]
+    """As those of a sweep."""
 
     @property
     def num_runs(self) -> int:
@@ -149,22 +152,13 @@ def plan_sensitivity(
     first_seed = base.scenario.seed or 0
     number = _num_rows(method, samples, axes)
     base_values = _base_values(axes, base) if method == "oat" else {}
-    shares = np.zeros((0, len(axes)))
-    if method == "oat":
-        combos = list(_one_at_a_time(axes, base_values))
-    else:
-        design = sobol_design if method == "sobol" else morris_design
-        shares = design(len(axes), number, stream(first_seed, "sweep", method))
-        on_grid = method == "morris"
-        combos = [
-            tuple(axis.as_draw.at(share, on_grid=on_grid) for axis, share in zip(axes, row, strict=True))
-            for row in shares.tolist()
-        ]
+    shares = _shares(method, len(axes), number, first_seed)
+    combos = _one_at_a_time(axes, base_values) if method == "oat" else _drawn(axes, shares, on_grid=method == "morris")
     usual = [key for key in dial_of([axis.key for axis in axes]).metrics if key not in (*PLANNED, *_OF_SATURATION)]
     shown = shown_metrics(base.scenario, tuple(metrics), usual)
     if base.scenario.run.saturation is None and not set(shown) & set(_OF_SATURATION):
         common["saturation"] = False
-    points = planned_points(scenario, axes, combos, common)
+    points = planned_points(scenario, axes, tuple(combos), common)
     check_words(axes, points)
     num_reps = replications(points[0], reps)[0] if method == "oat" or reps is not None else 1
     if len(points) * num_reps > MOST_RUNS:
@@ -182,6 +176,7 @@ def plan_sensitivity(
         common,
         shown,
         dict(vary),
+        tuple(design_notes(axes, len(points), len(points))),
     )
 
 
@@ -203,6 +198,19 @@ def _num_rows(method: str, samples: int | None, axes: Sequence[Axis]) -> int:
     if points > MOST_RUNS:
         raise ValueError(f"{points:,} points are more than {MOST_RUNS:,}: take fewer --samples")
     return number
+
+
+def _shares(method: str, num_axes: int, number: int, seed: int) -> FloatArray:
+    """The points of a design as shares of the ranges, one a row; none one at a time."""
+    if method == "oat":
+        return np.zeros((0, num_axes))
+    design = sobol_design if method == "sobol" else morris_design
+    return design(num_axes, number, stream(seed, "sweep", method))
+
+
+def _drawn(axes: Sequence[Axis], shares: FloatArray, *, on_grid: bool) -> Iterator[tuple[Any, ...]]:
+    for row in shares.tolist():
+        yield tuple(axis.as_draw.at(share, on_grid=on_grid) for axis, share in zip(axes, row, strict=True))
 
 
 def _base_values(axes: Sequence[Axis], base: Loaded) -> dict[str, Any]:
@@ -244,7 +252,7 @@ def execute_sensitivity(plan: SensitivityPlan, how: How) -> Sensitivity:
     keys = [axis.key for axis in plan.axes]
     sensed = Sensed(
         context=report_context(
-            plan.base.scenario.name, described, [run for own in runs for run in own], keys, plan.seeds
+            plan.base.scenario.name, described, [run for own in runs for run in own], keys, plan.seeds, plan.notes
         ),
         description=plan.base.scenario.description,
         method=plan.method,
@@ -442,7 +450,12 @@ class Sensitivity:
             "num_infeasible": sensed.num_infeasible,
             "num_rows": sensed.num_rows,
             "answer": {"headline": said.headline, "sentences": [*said.sentences, *said.risks]},
-            "cost_model": {"name": shared.cost_model, "calibrated": shared.calibrated, "says": [*shared.calibrated_by]},
+            "cost_model": {
+                "name": shared.cost_model,
+                "calibrated": shared.calibrated,
+                "evidence": shared.evidence,
+                "says": [*shared.calibrated_by],
+            },
             "warnings": list(shared.warnings),
             "influences": list(self.rows()),
         }

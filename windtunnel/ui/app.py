@@ -200,11 +200,11 @@ def _own_file(name: str) -> bytes:
 
 
 @cache
-def _report_style() -> bytes:
-    """The style of all reports, which this page shares."""
+def _report_file(name: str) -> bytes:
+    """What this page has in common with all reports: their style, and how figures are drawn."""
     from windtunnel import reports
 
-    return (Path(reports.__path__[0]) / "page.css").read_bytes()
+    return (Path(reports.__path__[0]) / name).read_bytes()
 
 
 @cache
@@ -221,7 +221,8 @@ _FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "ui.js": (lambda: _own_file("ui.js"), _JAVASCRIPT),
     "figures.js": (lambda: _own_file("figures.js"), _JAVASCRIPT),
     "ui.css": (lambda: _own_file("ui.css"), _STYLE),
-    "page.css": (_report_style, _STYLE),
+    "page.css": (lambda: _report_file("page.css"), _STYLE),
+    "plot.js": (lambda: _report_file("plot.js"), _JAVASCRIPT),
     "plotly.min.js": (_plotly, _JAVASCRIPT),
 }
 
@@ -274,9 +275,19 @@ async def _body(request: Any) -> Any:
         if len(data) > MAX_BODY_BYTES:
             raise BadQuestion(f"the question is longer than {MAX_BODY_BYTES:,} bytes: ask for less", "question")
     try:
-        return json.loads(bytes(data), parse_constant=_no_number)
+        return json.loads(bytes(data), parse_constant=_no_number, object_pairs_hook=_each_key_once)
     except (ValueError, RecursionError) as error:
         raise BadQuestion(f"the question is no valid JSON: {error}", "question") from None
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys differ: of two values of one key none is the one that was meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ValueError(f"{twice[:60]!r} is given twice: drop one of them")
+    return found
 
 
 def _no_number(text: str) -> Any:

@@ -79,25 +79,34 @@ def _entry(entry: Any) -> dict[str, Any]:
 
 def cost_told(resolved: Resolved) -> dict[str, Any]:
     """What prices the steps, and how far off it is by its own word."""
+    from windtunnel.sim.cost.evidence import in_words
     from windtunnel.sim.cost.statement import sentences, shown_name, statement_of
 
     told = resolved.describe()
     name, statement = shown_name(told["metadata"]), statement_of(told["cost"])
+    badge = in_words(resolved.evidence)
     if statement is None:
         return {
             "name": name,
             "is_calibrated": False,
-            "badge": "uncalibrated",
+            "evidence": resolved.evidence,
+            "badge": badge,
             "sentences": [
                 "Step times come from a formula with assumed efficiencies or from a constant, not from measurements on "
                 "this hardware: comparisons of settings are worth more than absolute times."
             ],
         }
-    badge = "calibrated, error not known"
+    error = "error not known"
     if statement.p50_percent is not None and statement.p90_percent is not None:
-        badge = f"calibrated, steps ± {statement.p50_percent:.0f} % (median), ± {statement.p90_percent:.0f} % (9 of 10)"
+        error = f"steps ± {statement.p50_percent:.0f} % (median), ± {statement.p90_percent:.0f} % (9 of 10)"
     said = sentences(told["cost"], has_noise=resolved.system.noise_seed is not None)
-    return {"name": name, "is_calibrated": True, "badge": badge, "sentences": list(said)}
+    return {
+        "name": name,
+        "is_calibrated": True,
+        "evidence": resolved.evidence,
+        "badge": f"{badge}; {error}",
+        "sentences": list(said),
+    }
 
 
 def _serve_command(loaded: Loaded) -> dict[str, str]:
@@ -177,14 +186,16 @@ throughput is within 3 % (``scenarios.saturation``)."""
 
 def _beyond(run: Run) -> dict[str, Any]:
     """The headline where the run is too short for a verdict, but the utilisation tells."""
+    from windtunnel.reports.answer import unanswered
     from windtunnel.reports.words import count
 
     load, stability = run.statistics.load, run.statistics.stability
     if stability.verdict != "too_short" or load.utilisation is None or load.utilisation < OVERLOAD:
         return {}
-    offered, most = run.statistics.request_rate, run.saturation_request_throughput
+    offered, most = stability.offered_request_rate, run.saturation_request_throughput
+    told = f"Too much: {count(offered)} requests/s come in, {count(most)}/s is what it can do."
     return {
-        "headline": f"Too much: {count(offered)} requests/s come in, {count(most)}/s is what it can do.",
+        "headline": f"{unanswered(run.statistics)} {told}".lstrip(),
         "tone": "bad",
         "verdict": "over capacity",
     }

@@ -1,58 +1,17 @@
 "use strict";
-// Draws the server's figures with plotly.js: those on the screen at once, the others when they come into sight.
+// The server's figures: those on the screen are drawn at once, the others when they come into sight.
 const figures = (() => {
-  const narrow = window.matchMedia("(max-width: 900px)");
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const touch = window.matchMedia("(pointer: coarse)");
+  const paint = painter("(max-width: 900px)");
   const wanted = new Map(); // name → the figure that is to be seen there
   const inSight = new Set();
   const stale = new Set(); // names whose place shows an older figure
 
-  // "@blue/20" in the data is the theme's blue at 20 % opacity
-  function colour(name) {
-    const [key, opacity] = name.slice(1).split("/");
-    const hex = getComputedStyle(document.documentElement).getPropertyValue("--" + key).trim();
-    if (!opacity) return hex;
-    const part = (at) => parseInt(hex.slice(at, at + 2), 16);
-    return `rgba(${part(1)},${part(3)},${part(5)},${opacity / 100})`;
-  }
-  function painted(value) {
-    if (typeof value === "string") return /^@[a-z]+(\/\d+)?$/.test(value) ? colour(value) : value;
-    if (Array.isArray(value)) return typeof value[0] === "number" ? value : value.map(painted);
-    if (value && typeof value === "object") {
-      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, painted(inner)]));
-    }
-    return value;
-  }
-  function axis(given) {
-    const { title, ...own } = given;
-    const base = {
-      gridcolor: "@grid", linecolor: "@rule", zeroline: false, ticks: "outside", tickcolor: "@rule", ticklen: 4,
-      automargin: true, fixedrange: touch.matches, exponentformat: "none", separatethousands: true,
-    };
-    return Object.assign(base, title ? { title: { text: title, standoff: 8, font: { size: 13 } } } : {}, own);
-  }
-  function layout(figure) {
-    const given = figure.layout;
-    const size = narrow.matches ? 12 : 13;
-    const axes = Object.keys(given).filter((key) => /^[xy]axis/.test(key));
-    return painted(Object.assign({}, given, Object.fromEntries(axes.map((key) => [key, axis(given[key])])), {
-      font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", size, color: "@text" },
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: narrow.matches ? 44 : 60, r: narrow.matches ? 8 : 14, t: 8, b: 46 },
-      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size } },
-      hoverlabel: { bgcolor: "@panel", bordercolor: "@rule", font: { color: "@text" } },
-      dragmode: touch.matches ? false : "zoom", autosize: true, separators: ".,",
-    }));
-  }
   function draw(name) {
     if (!window.Plotly || !inSight.has(name) || !stale.has(name)) return undefined;
     const figure = wanted.get(name);
     stale.delete(name);
     const data = figure.data.map((trace) => (/^highest/.test(trace.name || "") ? { ...trace, showlegend: false } : trace));
-    return window.Plotly.react(document.getElementById("plot-" + name), painted(data), layout(figure), {
-      responsive: true, displaylogo: false, displayModeBar: false,
-    });
+    return paint.draw(document.getElementById("plot-" + name), { ...figure, data });
   }
 
   const watcher = new IntersectionObserver((entries) => {
@@ -81,8 +40,7 @@ const figures = (() => {
     wanted.forEach((_, name) => stale.add(name));
     return Promise.all([...wanted.keys()].map(draw));
   }
-  dark.addEventListener("change", redraw);
-  narrow.addEventListener("change", redraw);
+  paint.onNewLook(redraw);
   document.querySelector("script[src*=plotly]").addEventListener("load", redraw);
 
   // the figure, and its words around it

@@ -147,19 +147,18 @@
       control: element("div", { class: "row" }, slider, field),
       set(value) {
         const most = Math.max(...base());
-        stops = base().filter((stop) => !LIMITED[knob.name] || stop <= LIMITED[knob.name]() || stop === value);
+        stops = base();
         if (typeof value === "number" && !stops.includes(value)) stops = [...stops, value].sort((one, other) => one - other);
         if (knob.last) stops = [...stops, knob.last];
         slider.max = stops.length - 1;
         const place = stops.indexOf(value);
         slider.value = place < 0 ? (value > most ? stops.length - 1 : 0) : place;
-        const told = `${shownValue(knob, value)}${knob.unit && typeof value === "number" ? " " + knob.unit : ""}`;
-        slider.setAttribute("aria-valuetext", told);
+        const unit = knob.unit && typeof value === "number" ? " " + knob.unit : "";
+        slider.setAttribute("aria-valuetext", value === "inf" ? "all at once" : shownValue(knob, value) + unit);
         if (document.activeElement !== field) field.value = shownValue(knob, value);
       },
     };
   }
-  const LIMITED = {}; // knobs whose stops depend on another
 
   function makeField(knob, id, described) {
     const is_text = knob.kind === "text";
@@ -201,7 +200,9 @@
       on: { click: () => turn(name, undefined) },
     }, `${name} = ${shownValue(null, value)} ✕`));
     if (chips.length > 1) chips.push(element("button", { type: "button", on: { click: () => choose(state.preset) } }, "take back all"));
+    const held = [...byId("turned").children].indexOf(document.activeElement);
     byId("turned").replaceChildren(...chips);
+    if (held >= 0) (chips[Math.min(held, chips.length - 1)] || byId("preset")).focus();
   }
 
   function choose(preset) {
@@ -278,6 +279,7 @@
   }
   async function askNow() {
     const number = ++latest;
+    const asked = state;
     const timing = { number, input: first_input, sent: performance.now() };
     first_input = null;
     asked_at = timing.sent;
@@ -290,7 +292,7 @@
       await ask(state, TAB, under_way.signal, (part) => {
         if (number !== latest || part.part === "superseded") return;
         fresh = { ...fresh, [part.part]: part };
-        take(fresh, part, timing);
+        take(fresh, part, timing, asked);
       });
     } catch (error) {
       if (error.name !== "AbortError" && number === latest) {
@@ -326,7 +328,7 @@
 
   // --- answers
 
-  function take(fresh, part, timing) {
+  function take(fresh, part, timing, asked) {
     if (part.part === "error") {
       if (!fresh.memory) parts = { ...parts, error: part };
       showError(part);
@@ -335,7 +337,7 @@
     if (part.part === "end") return;
     parts = fresh;
     let drawn = [];
-    if (part.part === "memory") drawn = [showMemory(part)];
+    if (part.part === "memory") drawn = [showMemory(part, asked)];
     if (part.part === "run") {
       timing.server_ms = part.ms;
       timing.received = performance.now();
@@ -398,14 +400,14 @@
     say(""); // the error is an alert of its own
   }
 
-  function showMemory(part) {
-    values = { ...part.values };
+  function showMemory(part, asked) {
+    values = asked === state ? { ...part.values } : { ...part.values, ...state.settings }; // knobs moved since stay there
     byId("result").classList.remove("empty");
     showDiffers();
     byId("what").textContent = [part.memory ? part.memory.title : part.name, part.cost ? `cost model ${part.cost.name}` : ""].filter(Boolean).join(" · ");
     const badge = byId("calibration");
     badge.textContent = part.cost ? part.cost.badge : "";
-    badge.className = `badge ${part.cost && part.cost.is_calibrated ? "good" : "note"}`;
+    badge.className = `badge ${part.cost ? part.cost.evidence : ""}`;
     knobs.forEach((control) => { control.complain && control.complain(""); control.update(); });
     lines("error", []);
     showBasis(part.cost ? part.cost.sentences : []);
@@ -505,7 +507,7 @@
     const button = byId("more");
     button.hidden = part.verdict !== "too_short" || !parts.run || parts.run.num_requests >= most || values.num_requests === null;
     button.textContent = `Simulate ${whole.format(most)} requests`;
-    button.onclick = () => turn("num_requests", most);
+    button.onclick = () => { turn("num_requests", most); byId("answer").focus(); };
   }
 
   function card(each) {
@@ -576,6 +578,7 @@
     pinned = null;
     remember();
     showPin();
+    byId("pin").focus();
     refresh();
   }
   function swap() {
