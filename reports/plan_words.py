@@ -130,6 +130,7 @@ def first_sentences(told: Told) -> Iterator[str]:
     yield _room_sentence(told, best)
     yield from _failure_sentence(told, best)
     yield from _equal_sentence(told)
+    yield from _level_sentence(best)
     yield from _noise_sentence(told, best)
 
 
@@ -261,6 +262,22 @@ def _equal_sentence(told: Told) -> Iterator[str]:
         yield f"Within noise of it: {listed}."
 
 
+def _level_sentence(best: Told) -> Iterator[str]:
+    """Settings that another seed may as well recommend."""
+    if best["level_settings"]:
+        listed = "; ".join(
+            f"{_turned(best, each)} (takes {each['replicas_needed']['mean']:.2f})" for each in best["level_settings"]
+        )
+        yield (
+            f"As good as these settings (which take {best['replicas_needed']['mean']:.2f} replicas), as far as "
+            f"{best['replicas_needed']['num']} replications can tell: {listed}."
+        )
+
+
+def _turned(best: Told, row: Told) -> str:
+    return ", ".join(f"{name} {row[name]:,}" for name in _KNOBS if row[name] != best[name])
+
+
 _KNOBS = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
 
 
@@ -268,9 +285,8 @@ def _apart(best: Told, row: Told, spare: int) -> str:
     """Another fleet, by what it has otherwise than the recommended one."""
     if row["label"] != best["label"]:
         return size_of(row, spare)
-    turned = ", ".join(f"{name} {row[name]:,}" for name in _KNOBS if row[name] != best[name])
     number = row["num_replicas"]
-    return f"{turned} with {'as many' if number == best['num_replicas'] else number} replicas"
+    return f"{_turned(best, row)} with {'as many' if number == best['num_replicas'] else number} replicas"
 
 
 def _the_spare(number: int) -> str:

@@ -14,11 +14,14 @@ from plan_builders import scenario, small_plan
 import windtunnel as wt
 from windtunnel.planning import Plan
 from windtunnel.planning.analysis import _grown
-from windtunnel.planning.answer import MIN_BEYOND, requests_to_tell
+from windtunnel.planning.answer import MIN_BEYOND, level_settings, requests_to_tell
+from windtunnel.planning.candidates import Feasible, Space, candidates
 from windtunnel.planning.jobs import MAX_RHO
 from windtunnel.planning.load import demand_of, parse_growth, refused_share
+from windtunnel.planning.offers import Offer, read_offers
 from windtunnel.planning.plan import make_question
 from windtunnel.planning.question import MOST_STEADY, cut_short, is_steady, scaled_workload, workload_of
+from windtunnel.planning.search import Tried
 from windtunnel.reports.plan_words import growth_rate, headline, tone
 from windtunnel.scenarios.load import load_scenario
 from windtunnel.sim.metrics.slo import Slo
@@ -370,3 +373,35 @@ def test_months_without_growth_are_refused_or_said_to_be_left_aside() -> None:
 def test_a_number_out_of_range_is_told_with_its_value_and_a_remedy(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         small_plan(**{**ONE_CARD, **options})
+
+
+# --- settings that another seed may recommend
+
+
+def took(feasible: Feasible, offer: Offer, *num_replicas: float) -> Tried:
+    each = Tried(feasible, offer, True, "measured")
+    each.estimates = [{"num_replicas": number} for number in num_replicas]
+    return each
+
+
+def test_settings_that_the_replications_cannot_tell_apart_are_named() -> None:
+    (offer,) = read_offers(["h100-sxm=2"])
+    asked = Space(("llama-3.1-8b",), (offer,), tensor_parallel_sizes=(1,), kv_cache_dtypes=("auto",))
+    one, two, three, four, five = candidates(asked)[0][:5]
+    chosen = took(one, offer, 4.0, 5.0, 6.0)
+    level, dearer = took(two, offer, 4.1, 4.8, 6.2), took(three, offer, 5.0, 6.1, 7.0)
+    once, verified = took(four, offer, 4.0), took(five, offer, 4.0, 5.0, 6.0)
+    verified.fleets[6, 0] = {"holds": True}
+    (told,) = level_settings([chosen, level, dearer, once, verified], chosen)
+    assert told["max_num_batched_tokens"] == two.candidate.knobs.max_num_batched_tokens
+    assert told["replicas_needed"]["mean"] == pytest.approx(np.mean([4.1, 4.8, 6.2]))
+
+
+def test_settings_as_good_as_the_recommended_ones_are_in_the_answer() -> None:
+    table = scenario(workload={"request_rate": 300, "num_requests": 900})
+    found = small_plan(table, gpus={"l40s": 0.9}, tensor_parallel_sizes=(1,), max_num_seqs=(4, 64, 256))
+    best = found.recommended
+    assert best is not None
+    for level in best["level_settings"]:
+        assert level["replicas_needed"]["num"] == best["replicas_needed"]["num"] > 1
+    assert ("as far as" in on_one_line(found)) == bool(best["level_settings"])

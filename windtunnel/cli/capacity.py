@@ -11,8 +11,9 @@ import typer
 
 from windtunnel.cli import options
 from windtunnel.cli.errors import EXIT_INTERNAL, EXIT_SLO_BREACHED, exit_code
-from windtunnel.cli.output import emit, note
+from windtunnel.cli.output import note
 from windtunnel.cli.panels import flag
+from windtunnel.cli.results import check_files, check_one_form, print_result, tell_written
 from windtunnel.cli.settings import read_overrides, words_in
 
 if TYPE_CHECKING:
@@ -75,13 +76,9 @@ def capacity(
       windtunnel capacity chat-8b-h100 --slo 'goodput>=99%' --goodput ttft:500 --goodput tpot:40 --html capacity.html
       windtunnel capacity chat-8b-h100 --slo 'ttft:p99<1s' --set tp=2 --set max_num_seqs=128 --json
     """
-    if as_json and markdown:
-        raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
+    check_one_form(as_json=as_json, markdown=markdown)
     overrides = _overrides(settings or (), slo, goodput)
-    if html is not None:
-        from windtunnel.rundir import check_can_write_file
-
-        check_can_write_file(html, inputs=(scenario, *words_in([given.value for given in overrides.values()])))
+    check_files({"--html": html}, (scenario, *words_in([given.value for given in overrides.values()])))
     found = _searched(
         scenario,
         overrides,
@@ -98,9 +95,8 @@ def capacity(
     )
     if html is not None:
         found.report(html)
-        if not quiet:
-            note(f"wrote {html}")
-    _print(found, as_json=as_json, markdown=markdown)
+    tell_written((html,), quiet=quiet)
+    print_result(found, as_json=as_json, markdown=markdown)
     if found.outcome in _EXITS:
         raise typer.Exit(_EXITS[found.outcome])
 
@@ -144,12 +140,3 @@ def _tell(row: RateRow) -> None:
     from windtunnel.capacity.text import row_words
 
     note(row_words(row))
-
-
-def _print(found: MaxRate, *, as_json: bool, markdown: bool) -> None:
-    from windtunnel.rundir import to_json
-
-    if as_json:
-        emit(to_json(found.to_dict()))
-    else:
-        emit((found.markdown() if markdown else found.text()).rstrip("\n"))

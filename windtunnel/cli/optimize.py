@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from windtunnel.cli import options
-from windtunnel.cli.errors import EXIT_INFEASIBLE, EXIT_INTERNAL, EXIT_SLO_BREACHED, exit_code
-from windtunnel.cli.output import emit, note, warn
+from windtunnel.cli.errors import usage_errors
+from windtunnel.cli.output import emit, warn
 from windtunnel.cli.panels import flag
+from windtunnel.cli.results import (
+    check_files,
+    check_is_parquet,
+    check_one_form,
+    exit_as,
+    print_result,
+    tell_written,
+)
+from windtunnel.cli.settings import read_overrides, read_specs, words_in
 
 if TYPE_CHECKING:
     from windtunnel.optimizing.optimize import Optimum
@@ -36,9 +44,10 @@ class _Outputs:
     quiet: bool
 
     @property
-    def files(self) -> list[Path]:
-        """The files that are asked for."""
-        return [path for path in (self.html, self.csv, self.parquet, self.scenario) if path is not None]
+    def files(self) -> dict[str, Path | None]:
+        """By their flags, those that are not asked for as None."""
+        tables = {"--html": self.html, "--csv": self.csv, "--parquet": self.parquet}
+        return {**tables, "--save-scenario": self.scenario}
 
 
 def optimize(
@@ -131,9 +140,11 @@ def optimize(
       windtunnel optimize chat-8b-h100 --set num_requests=1000 -o night -j 8 --resume
     """
     outputs = _Outputs(as_json, markdown, html, csv, parquet, save_scenario, output, quiet)
-    tuned, overrides = _tuned(tune or ()), _overrides(settings or (), slo, goodput, gpu_price)
-    _check_outputs(outputs, (scenario, *_named(tuned, overrides)), resume=resume, force=force)
-    try:
+    tuned = read_specs(tune or (), "--tune", said="tuned")
+    flags = {"--slo": ("objectives", slo), "--goodput": ("goodput", goodput), "--gpu-price": ("gpu_hour", gpu_price)}
+    overrides = read_overrides(settings or (), flags)
+    _check_outputs(outputs, (scenario, *words_in(tuned), *words_in(overrides)), resume=resume, force=force)
+    with usage_errors():
         from windtunnel.optimizing.question import make_question
 
         question = make_question(
@@ -150,90 +161,28 @@ def optimize(
             emit(_question_text(question, as_json=as_json))
             return
         _finish(_run(question, jobs, ray, outputs, resume=resume), outputs)
-    except ValueError as error:
-        raise error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error)) from None
 
 
 # --- what was asked
 
 
-def _tuned(texts: Iterable[str]) -> dict[str, str]:
-    from windtunnel.sweeping.axes import parse_vary
-
-    found: dict[str, str] = {}
-    for text in texts:
-        try:
-            key, spec = parse_vary(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--tune") from None
-        if key in found:
-            raise typer.BadParameter(f"{key} is tuned twice: put all of its values into one", param_hint="--tune")
-        found[key] = spec
-    return found
-
-
-def _overrides(
-    settings: Iterable[str], slo: list[str] | None, goodput: list[str] | None, gpu_price: float | None
-) -> dict[str, Any]:
-    from windtunnel.comparison_plan import setting_key
-    from windtunnel.sweeping.axes import read_value
-
-    found: dict[str, Any] = {}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip():
-            raise typer.BadParameter(f"{text!r} must read KEY=VALUE", param_hint="--set")
-        given = read_value(value.strip())
-        key = setting_key(name.strip().lstrip("-").replace("-", "_"), given)
-        if key in found:
-            raise typer.BadParameter(f"{key} is set twice: drop one of them", param_hint="--set")
-        found[key] = given
-    flags: tuple[tuple[str, str, Any], ...] = (
-        ("objectives", "--slo", slo or None),
-        ("goodput", "--goodput", goodput or None),
-        ("gpu_hour", "--gpu-price", gpu_price),
-    )
-    for key, option, value in flags:
-        if value is not None:
-            if key in found:
-                raise typer.BadParameter(f"{option} and --set {key} say the same: drop one of them")
-            found[key] = value
-    return found
-
-
-def _named(told: Any, *more: Any) -> Iterator[str]:
-    """Whatever may be a file that runs read: words among values."""
-    if isinstance(told, str):
-        yield from (part.strip() for part in re.split("[,;]", told.removeprefix("choice:")))
-    elif isinstance(told, Mapping):
-        yield from _named(None, *told.values())
-    elif isinstance(told, list | tuple):
-        yield from _named(None, *told)
-    for each in more:
-        yield from _named(each)
-
-
 def _check_outputs(outputs: _Outputs, inputs: Sequence[str | None], *, resume: bool, force: bool) -> None:
-    from windtunnel.rundir import check_can_write_file, check_can_write_scenario
+    from windtunnel.rundir import check_can_write_scenario
 
-    if outputs.as_json and outputs.markdown:
-        raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
+    check_one_form(as_json=outputs.as_json, markdown=outputs.markdown)
     if resume and outputs.folder is None:
         raise typer.BadParameter("which search? Name its folder with -o DIR", param_hint="--resume")
-    for path in outputs.files:
-        check_can_write_file(path, inputs=inputs)
+    check_files(outputs.files, inputs)
     if outputs.scenario is not None:
         check_can_write_scenario(outputs.scenario, force=force)
-    if len({path.resolve() for path in outputs.files}) < len(outputs.files):
-        raise typer.BadParameter("two outputs have the same name: give them different ones")
-    if outputs.parquet is not None and outputs.parquet.suffix.lower() not in (".parquet", ".pq"):
-        raise typer.BadParameter(f"{outputs.parquet} must end in .parquet or .pq", param_hint="--parquet")
+    check_is_parquet(outputs.parquet)
     if outputs.folder is not None:
         from windtunnel.optimizing.running import check_folder, check_is_no_part
 
         check_folder(outputs.folder, resume=resume)
-        for path in outputs.files:
-            check_is_no_part(outputs.folder, path)
+        for path in outputs.files.values():
+            if path is not None:
+                check_is_no_part(outputs.folder, path)
 
 
 # --- doing it
@@ -311,29 +260,18 @@ def _question_text(question: Question, *, as_json: bool) -> str:
 
 def _finish(found: Optimum, outputs: _Outputs) -> None:
     """Write and print; raises typer.Exit(4) if nothing starts, (99) if no deployment keeps the objectives."""
-    from windtunnel.rundir import to_json
-
-    if outputs.html is not None:
-        found.report(outputs.html)
-    if outputs.csv is not None:
-        found.to_csv(outputs.csv)
-    if outputs.parquet is not None:
-        found.to_parquet(outputs.parquet)
-    written = [path for path in outputs.files if path != outputs.scenario]
-    if outputs.scenario is not None and found.optimized.scenario_toml:
-        found.save_scenario(outputs.scenario)
-        written.append(outputs.scenario)
-    if outputs.folder is not None:
-        written.append(outputs.folder)
-    if written and not outputs.quiet:
-        note(f"wrote {', '.join(map(str, written))}")
+    scenario = outputs.scenario if found.optimized.scenario_toml else None
+    for path, write in (
+        (outputs.html, found.report),
+        (outputs.csv, found.to_csv),
+        (outputs.parquet, found.to_parquet),
+        (scenario, found.save_scenario),
+    ):
+        if path is not None:
+            write(path)
+    tell_written((outputs.html, outputs.csv, outputs.parquet, scenario, outputs.folder), quiet=outputs.quiet)
+    print_result(found, as_json=outputs.as_json, markdown=outputs.markdown)
     if outputs.as_json:
-        emit(to_json(found.to_dict()))
         for text in found.warnings:
             warn(text)
-    else:
-        emit((found.markdown() if outputs.markdown else found.text()).rstrip("\n"))
-    if found.is_infeasible:
-        raise typer.Exit(EXIT_INFEASIBLE)
-    if found.slo_passed is False:
-        raise typer.Exit(EXIT_SLO_BREACHED)
+    exit_as(found)

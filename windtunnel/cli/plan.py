@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from windtunnel.cli import options
-from windtunnel.cli.errors import EXIT_INFEASIBLE, EXIT_SLO_BREACHED
-from windtunnel.cli.output import emit, note
+from windtunnel.cli.errors import EXIT_INFEASIBLE, EXIT_SLO_BREACHED, usage_errors
+from windtunnel.cli.output import emit, status_line
 from windtunnel.cli.panels import flag
+from windtunnel.cli.results import check_files, check_one_form, tell_written
 
 if TYPE_CHECKING:
     from windtunnel.planning.plan import Plan
@@ -200,11 +200,11 @@ def plan(
       windtunnel plan chat-8b-h100 --gpu h100-sxm=2.49 --gpu l40s=0.86 --scale 4 --growth 5%/month --spare 1
       windtunnel plan chat-8b-h100 --gpu h100-sxm --tp 1,2 --max-num-seqs 64,256 --save-scenario fleet.toml
     """
-    if as_json and as_markdown:
-        raise typer.BadParameter("give one of them", param_hint="--json, --markdown")
+    check_one_form(as_json=as_json, markdown=as_markdown)
     if parquet is not None and parquet.suffix != ".parquet":
         raise typer.BadParameter(f"{parquet} must end in .parquet", param_hint="--parquet")
-    _check_outputs((html, csv, parquet, save_scenario), (scenario, *(model or ()), trace, profile))
+    files = {"--html": html, "--csv": csv, "--parquet": parquet, "--save-scenario": save_scenario}
+    check_files(files, (scenario, *(model or ()), trace, profile))
     if save_scenario is not None:
         from windtunnel.rundir import check_can_write_scenario
 
@@ -217,7 +217,7 @@ def plan(
             found.save_candidates(table)
     if save_scenario is not None and found.holds:
         found.save_scenario(save_scenario)
-    _tell_written((html, csv, parquet, save_scenario if found.holds else None), quiet)
+    tell_written((html, csv, parquet, save_scenario if found.holds else None), quiet=quiet)
     if as_json:
         emit(found.to_json())
     else:
@@ -229,40 +229,38 @@ def plan(
 
 
 def _planned(params: Mapping[str, Any]) -> Plan:
-    from windtunnel.cli.errors import EXIT_INTERNAL, exit_code
     from windtunnel.cli.simulate import overrides
     from windtunnel.planning.plan import plan as make_plan
 
-    say, close = _teller(bool(params["quiet"]))
+    say, close = status_line(str, quiet=bool(params["quiet"]), every_s=0.0)
     try:
-        return make_plan(
-            params["scenario"],
-            gpus=list(params["gpu"] or ()),
-            power=list(params["power"] or ()),
-            currency=params["currency"],
-            models=list(params["model"] or ()),
-            tensor_parallel_sizes=_counts("--tp", params["tensor_parallel_size"]),
-            pipeline_parallel_sizes=_counts("--pp", params["pipeline_parallel_size"]),
-            kv_cache_dtypes=_words("--kv-cache-dtype", params["kv_cache_dtype"]),
-            max_num_seqs=_counts("--max-num-seqs", params["max_num_seqs"]),
-            max_num_batched_tokens=_counts("--max-num-batched-tokens", params["max_num_batched_tokens"]),
-            gpu_memory_utilizations=_shares(params["gpu_memory_utilization"]),
-            gpus_per_host=params["gpus_per_host"],
-            uncalibrated=params["uncalibrated"],
-            spare_replicas=params["spare"],
-            scale=params["scale"],
-            growth=params["growth"],
-            months=params["months"],
-            replications=params["replications"],
-            num_requests=params["requests"],
-            jobs=params["jobs"],
-            ray=params["ray"],
-            tell=say,
-            overrides=overrides({name: params[name] for name in _SETTINGS}),
-            reproduce=_command_line(params),
-        )
-    except ValueError as error:
-        raise (error if exit_code(error) != EXIT_INTERNAL else typer.BadParameter(str(error))) from None
+        with usage_errors():
+            return make_plan(
+                params["scenario"],
+                gpus=list(params["gpu"] or ()),
+                power=list(params["power"] or ()),
+                currency=params["currency"],
+                models=list(params["model"] or ()),
+                tensor_parallel_sizes=_counts("--tp", params["tensor_parallel_size"]),
+                pipeline_parallel_sizes=_counts("--pp", params["pipeline_parallel_size"]),
+                kv_cache_dtypes=_words("--kv-cache-dtype", params["kv_cache_dtype"]),
+                max_num_seqs=_counts("--max-num-seqs", params["max_num_seqs"]),
+                max_num_batched_tokens=_counts("--max-num-batched-tokens", params["max_num_batched_tokens"]),
+                gpu_memory_utilizations=_shares(params["gpu_memory_utilization"]),
+                gpus_per_host=params["gpus_per_host"],
+                uncalibrated=params["uncalibrated"],
+                spare_replicas=params["spare"],
+                scale=params["scale"],
+                growth=params["growth"],
+                months=params["months"],
+                replications=params["replications"],
+                num_requests=params["requests"],
+                jobs=params["jobs"],
+                ray=params["ray"],
+                tell=say,
+                overrides=overrides({name: params[name] for name in _SETTINGS}),
+                reproduce=_command_line(params),
+            )
     finally:
         close()
 
@@ -296,28 +294,6 @@ def _shares(text: str | None) -> list[float] | None:
         ) from None
 
 
-def _teller(quiet: bool) -> tuple[Callable[[str], None] | None, Callable[[], None]]:
-    """What says on the terminal what the search is at, and what wipes it off; nothing where nobody is watching."""
-    if quiet or not sys.stderr.isatty():
-        return None, lambda: None
-    import shutil
-
-    shown = 0
-
-    def say(text: str) -> None:
-        nonlocal shown
-        told = text[: max(shutil.get_terminal_size().columns - 1, 1)]  # a line that wraps is not wiped off by \r
-        sys.stderr.write(f"\r{told.ljust(shown)}")
-        sys.stderr.flush()
-        shown = len(told)
-
-    def close() -> None:
-        sys.stderr.write(f"\r{' ' * shown}\r")
-        sys.stderr.flush()
-
-    return say, close
-
-
 def _command_line(params: Mapping[str, Any]) -> str:
     """The command that asks the same again, without what does not change the answer."""
     words = ["windtunnel", "plan"]
@@ -336,22 +312,3 @@ _DEFAULTS = {"scale": 1.0, "replications": 5, "requests": 1500}
 _NO_PART_OF_THE_ANSWER = frozenset(
     {"scenario", "jobs", "ray", "as_json", "as_markdown", "html", "csv", "parquet", "save_scenario", "force", "quiet"}
 )
-
-
-def _check_outputs(paths: Sequence[Path | None], inputs: Sequence[Any]) -> None:
-    given = [path for path in paths if path is not None]
-    if not given:
-        return
-    from windtunnel.rundir import OutputError, check_can_write_file
-
-    for path in given:
-        check_can_write_file(path, inputs=inputs)
-    if len({path.absolute() for path in given}) < len(given):
-        raise OutputError(f"{given[0]} is named for two outputs: give them different names")
-
-
-def _tell_written(paths: Sequence[Path | None], quiet: bool) -> None:
-    if not quiet:
-        for path in paths:
-            if path is not None:
-                note(f"wrote {path}")

@@ -15,7 +15,7 @@ from windtunnel.planning.load import Growth, rates_over_time
 from windtunnel.planning.measure import strain
 from windtunnel.planning.points import curves, pareto
 from windtunnel.planning.question import Question, deployment_of, objectives_of, workload_of
-from windtunnel.planning.rows import recommended, row_of, shape_words
+from windtunnel.planning.rows import interval_words, recommended, row_of, shape_words
 from windtunnel.planning.search import Dropped, Found, Tried, difference, room_percent, smallest_that_holds
 from windtunnel.scenarios.resolve import Resolved
 from windtunnel.sim.metrics.slo import Slo
@@ -73,10 +73,31 @@ def is_equal(best: Tried, other: Tried, spare: int) -> bool:
     costs = [each.whole_cost(size or 0, spare) for each, size in zip((best, other), sizes, strict=True)]
     if other.whole_cost(lows[1] or 0, spare) <= costs[0]:
         return True
-    apart = difference(best, other)
-    near = abs(other.cost - best.cost) <= TOLERANCE * best.cost or (apart is not None and not apart.excludes(0))
     # whole replicas may part what takes the same: one more replica of the dearer unit is what rounding can do
-    return near and costs[1] - costs[0] <= max(best.unit_cost, other.unit_cost)
+    return _takes_as_much(best, other) and costs[1] - costs[0] <= max(best.unit_cost, other.unit_cost)
+
+
+def _takes_as_much(best: Tried, other: Tried) -> bool:
+    """Whether the costs of what two candidates take, not rounded, are the same as far as the replications can tell."""
+    apart = difference(best, other)
+    return abs(other.cost - best.cost) <= TOLERANCE * best.cost or (apart is not None and not apart.excludes(0))
+
+
+def level_settings(tried: Sequence[Tried], chosen: Tried) -> list[dict[str, Any]]:
+    """Settings of the same kind, not simulated as whole fleets, that take as many replicas as far as can be told."""
+    level = [
+        each
+        for each in tried
+        if each is not chosen
+        and each.shape == chosen.shape
+        and not each.fleets
+        and len(each.estimates) == len(chosen.estimates) > 1
+        and _takes_as_much(chosen, each)
+    ]
+    return [
+        {**asdict(each.candidate.knobs), "replicas_needed": interval_words(each.num_replicas)}
+        for each in sorted(level, key=lambda each: (each.cost, each.candidate))
+    ]
 
 
 def answer(
@@ -137,7 +158,8 @@ def answer(
     }
     if chosen is not None and analysis is not None:
         best = recommended(question, found, chosen, analysis, spare)
-        told["recommended"] = {**best, "doubts": list(_doubts(best, question, found, chosen))}
+        doubts = list(_doubts(best, question, found, chosen))
+        told["recommended"] = {**best, "doubts": doubts, "level_settings": level_settings(found.tried, chosen)}
         told["equal"] = [
             row_of(found, each, spare) for each in order if each is not chosen and is_equal(chosen, each, spare)
         ]
