@@ -119,6 +119,13 @@ def test_requests_hang_at_a_dead_replica_until_the_router_notices() -> None:
     assert (table.first_token_ns[stays.request[at_dead]] > 400 * MS).all()
 
 
+def test_an_heir_gets_what_hung_at_its_predecessor_a_tick_after_it_is_ready() -> None:
+    fleet = fleet_of(1, faults=(Crash("all", 0, 0, restart_after_ns=5),), health=HANGS)
+    stays = of_fleet(serve(every(S, 1), fleet)).stays
+    assert stays.sent_ns.tolist() == [0, 6]
+    assert stays.ended_ns[0] == 5
+
+
 def test_clients_give_up_at_a_replica_that_hangs() -> None:
     fleet = fleet_of(2, "round_robin", faults=(Crash("all", 0, 170 * MS),), health=HANGS)
     records = serve(replace(every(40 * MS, 15), request_timeout_ns=70 * MS), fleet)

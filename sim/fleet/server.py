@@ -407,11 +407,12 @@ class FleetServer:
             return
         instance.state = State.READY
         instance.ready_ns = self._world.now_ns
+        num_waiting = len(self._waiting)
         self._take_place(instance)
         self._note_who_is_ready()
         if self._end_was_told:
             instance.replica.end_of_input()
-        if self._waiting:
+        if num_waiting and num_waiting == len(self._waiting):  # with those that begin again they go in a tick later
             self._let_in()
 
     def _take_place(self, heir: Instance) -> None:
