@@ -108,6 +108,11 @@ def _knobs(row: dict[str, Any]) -> str:
     return f"{row['max_num_seqs']} / {row['max_num_batched_tokens']} / {row['gpu_memory_utilization']:g}"
 
 
+def _knows(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether an answer recommends the other's settings, or says that they are as good."""
+    return _knobs(other) in {_knobs(each) for each in (one, *one["level_settings"])}
+
+
 def _compare(plans: Sequence[Plan]) -> None:
     found = [each.recommended for each in plans if each.recommended is not None]
     if len(found) < 2:
@@ -119,7 +124,10 @@ def _compare(plans: Sequence[Plan]) -> None:
         for each in found
         for size in sizes
     )
-    print(f"\nsame deployment: {'yes' if len(kinds) == 1 else 'no'}; replicas {', '.join(map(str, sizes))}", end="")
+    same = "yes" if len(kinds) == 1 else "no"
+    if len({each["label"] for each in found}) == 1 and all(_knows(one, other) for one in found for other in found):
+        same = "yes, or in settings that each answer calls as good"
+    print(f"\nsame deployment: {same}; replicas {', '.join(map(str, sizes))}", end="")
     print("" if len(sizes) == 1 else f", a difference that {'each answer' if told else 'not every answer'} calls noise")
 
 
