@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from windtunnel.toml_words import toml_key, toml_value
 
 if TYPE_CHECKING:
     from windtunnel.scenarios.load import Loaded
@@ -52,36 +53,11 @@ def _lines(table: Mapping[str, Any], name: str = "") -> Iterator[str]:
     """Scalars and lists first, then a section for each table."""
     for key, value in table.items():
         if value is not None and not isinstance(value, Mapping):
-            yield f"{_key(key)} = {_value(value)}"
+            yield f"{toml_key(key)} = {toml_value(value)}"
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
             if name:
-                yield f"{_key(key)} = {_value(value)}"
+                yield f"{toml_key(key)} = {toml_value(value)}"
             else:
-                yield f"\n[{_key(key)}]"
+                yield f"\n[{toml_key(key)}]"
                 yield from _lines(value, key)
-
-
-def _key(key: str) -> str:
-    is_bare = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
-    return key if is_bare else _text(key)
-
-
-def _text(text: str) -> str:
-    """A basic string of TOML: as JSON has it, but for DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, Mapping):
-        inner = ", ".join(f"{_key(name)} = {_value(each)}" for name, each in value.items() if each is not None)
-        return f"{{ {inner} }}" if inner else "{}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, float):
-        return repr(value)
-    return str(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from windtunnel.planning.question import Question
 from windtunnel.planning.search import Tried
 from windtunnel.scenarios.deployments.write import serve_command
 from windtunnel.sim.deployment.model import is_bundled, load_model
+from windtunnel.toml_words import toml_key, toml_value
 
 _DEPLOYMENT_KEYS = (
     "model",
@@ -89,34 +89,9 @@ def toml_text(table: Mapping[str, Any]) -> str:
 def _lines(table: Mapping[str, Any]) -> Iterator[str]:
     for key, value in table.items():
         if not isinstance(value, Mapping) and value is not None:
-            yield f"{_key(key)} = {_value(value)}"
+            yield f"{toml_key(key)} = {toml_value(value)}"
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
             yield ""
-            yield f"[{_key(key)}]"
-            yield from (f"{_key(name)} = {_value(each)}" for name, each in value.items() if each is not None)
-
-
-def _key(key: str) -> str:
-    is_bare = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
-    return key if is_bare else _text(key)
-
-
-def _text(text: str) -> str:
-    """A basic string of TOML: as JSON has it, but for DEL, which TOML does not take as it is."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, Mapping):
-        inner = ", ".join(f"{_key(name)} = {_value(each)}" for name, each in value.items() if each is not None)
-        return f"{{ {inner} }}" if inner else "{}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, float):
-        return "inf" if value == float("inf") else repr(value)
-    return str(value)
+            yield f"[{toml_key(key)}]"
+            yield from (f"{toml_key(name)} = {toml_value(each)}" for name, each in value.items() if each is not None)

@@ -58,22 +58,23 @@ def prepared(
         yield How(open_things.enter_context(Workers(jobs, ray=ray)), store, tell)
 
 
-def check_folder(folder: Path, *, resume: bool) -> None:
-    """Raises OutputError unless it is new, empty, or holds a sweep that is to be resumed."""
+def check_folder(folder: Path, *, resume: bool, what: str = "a sweep", it: str = "it") -> None:
+    """Raises OutputError unless it is new, empty, or holds a sweep (or ``what`` else) that is to be resumed."""
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder} is a file: name a folder to write into")
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if RESULTS_FOLDER in found:
         if not resume:
-            raise OutputError(f"{folder} holds a sweep already: add --resume to go on with it, or name another folder")
+            raise OutputError(f"{folder} holds {what} already: add --resume to go on with {it}, or name another folder")
     elif found:
-        raise OutputError(f"{folder} is not empty ({found[0]}) and holds no sweep: name another folder")
+        none = what.removeprefix("a ")
+        raise OutputError(f"{folder} is not empty ({found[0]}) and holds no {none}: name another folder")
 
 
-def check_is_no_part(folder: Path, path: Path) -> None:
-    """Raises OutputError if another output has the place of what a sweep writes into its folder."""
+def check_is_no_part(folder: Path, path: Path, written: Sequence[str] = WRITTEN) -> None:
+    """Raises OutputError if another output has the place of what is ``written`` into the folder."""
     inside = path.resolve().relative_to(folder.resolve()) if path.resolve().is_relative_to(folder.resolve()) else None
-    if inside is not None and (inside.parts[:1] == (RESULTS_FOLDER,) or str(inside) in WRITTEN):
+    if inside is not None and (inside.parts[:1] == (RESULTS_FOLDER,) or str(inside) in written):
         raise OutputError(f"cannot write {path}: -o {folder} writes its own there; name another file")
 
 
