@@ -405,3 +405,30 @@ def test_settings_as_good_as_the_recommended_ones_are_in_the_answer() -> None:
     for level in best["level_settings"]:
         assert level["replicas_needed"]["num"] == best["replicas_needed"]["num"] > 1
     assert ("as far as" in on_one_line(found)) == bool(best["level_settings"])
+
+
+# --- step times that nobody vouches for
+
+
+@pytest.mark.parametrize("is_outside", [False, True])
+def test_an_answer_whose_steps_are_mostly_extrapolated_is_in_doubt(is_outside: bool) -> None:
+    """Two H100 hold 70B with 15,000 tokens of cache by default, where their profile ends; at 0.95 they hold more."""
+    table = {
+        "name": "small",
+        "deployment": {"model": "llama-3.3-70b"},
+        "workload": {"num_requests": 300, "request_rate": 1, "input": 4000 if is_outside else 200, "output": 300},
+        "slo": {"objectives": ["ttft:p90<60s"]},
+    }
+    found = small_plan(
+        table,
+        gpus={"h100-sxm": 2.5},
+        tensor_parallel_sizes=(2,),
+        gpu_memory_utilizations=(0.95,),
+        replications=1,
+        num_requests=300,
+    )
+    best = found.recommended
+    assert best is not None
+    assert (best["fleet"]["outside_share"] > 0.5) == is_outside
+    assert ("most step times are extrapolated" in best["doubts"]) == is_outside
+    assert ("in doubt: " in headline(found.told) and "extrapolated" in headline(found.told)) == is_outside

@@ -335,14 +335,23 @@ class FittedCost:
         }
 
 
-def extrapolation_warning(cost: object, tables: Iterable[StepTable]) -> str | None:
-    """What to tell whoever reads the results of these simulated steps; None if all of them were like measured ones.
+class Extrapolated(NamedTuple):
+    """How many of the steps that were simulated lie outside of what the profile was measured at."""
+
+    num_steps: int
+    num_outside: int
+    time_share: float
+    """Share of the time of all steps."""
+
+
+def extrapolated(cost: object, tables: Iterable[StepTable]) -> Extrapolated:
+    """Of these simulated steps; none of a cost model that is not fitted.
 
     Judged by decodes, their context, prefills and their tokens, which is what records keep.
     """
-    if not isinstance(cost, FittedCost):
-        return None
     num_steps, num_outside, time_ns, outside_ns = 0, 0, 0, 0
+    if not isinstance(cost, FittedCost):
+        return Extrapolated(0, 0, 0.0)
     for steps in tables:
         values = {name: np.asarray(getattr(steps, name)) for name in StepShape._fields[:4]}
         values["num_tokens"] = values["num_decode_seqs"] + values["prefill_tokens"]
@@ -350,10 +359,16 @@ def extrapolation_warning(cost: object, tables: Iterable[StepTable]) -> str | No
         lasted_ns = np.asarray(steps.end_ns) - np.asarray(steps.start_ns)
         num_steps, num_outside = num_steps + len(outside), num_outside + int(outside.sum())
         time_ns, outside_ns = time_ns + int(lasted_ns.sum()), outside_ns + int(lasted_ns[outside].sum())
+    return Extrapolated(num_steps, num_outside, outside_ns / max(time_ns, 1))
+
+
+def extrapolation_warning(cost: object, tables: Iterable[StepTable]) -> str | None:
+    """What to tell whoever reads the results of these simulated steps; None if all of them were like measured ones."""
+    num_steps, num_outside, time_share = extrapolated(cost, tables)
     if not num_outside:
         return None
     return (
-        f"{num_outside:,} of {num_steps:,} steps ({outside_ns / max(time_ns, 1):.0%} of the time) lie outside of what "
+        f"{num_outside:,} of {num_steps:,} steps ({time_share:.0%} of the time) lie outside of what "
         "the profile was measured at: their times are extrapolated, and the profile's stated error does not cover them"
     )
 

@@ -32,6 +32,8 @@ MIN_BEYOND = 10
 """Requests beyond a percentile from which on it is told to about a third of their number (1/sqrt of it)."""
 _WITH_RAMP = 1.5
 """Requests over those that are counted once the ramp is left out (``capacity.evaluate.RAMP_SHARE``)."""
+MOST_EXTRAPOLATED = 0.5
+"""Share of the time of the steps outside of the profile's domain from which on the answer is in doubt."""
 FAR_OFF = 2
 """A whole fleet of so many times what one replica's share of the requests asks for is not its answer but chance."""
 
@@ -322,6 +324,8 @@ def _doubts(best: Mapping[str, Any], question: Question, found: Found, chosen: T
         yield "it has too few requests"
     if _is_far_off(best, chosen):
         yield "the estimate is far lower"
+    if best["fleet"]["outside_share"] > MOST_EXTRAPOLATED:
+        yield "most step times are extrapolated"
 
 
 def _long_stay_s(best: Mapping[str, Any]) -> float:

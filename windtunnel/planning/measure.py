@@ -12,7 +12,7 @@ import numpy as np
 from windtunnel.capacity.binding import binding_of, time_shares
 from windtunnel.capacity.evaluate import NEVER_MS, counted_values
 from windtunnel.planning.question import Question, objectives_of
-from windtunnel.sim.cost.fitted import extrapolation_warning
+from windtunnel.sim.cost.fitted import extrapolated, extrapolation_warning
 from windtunnel.sim.engine.plan import StepShape
 from windtunnel.sim.engine.protocols import CostModel
 from windtunnel.sim.fleet.faults import Crash
@@ -82,6 +82,7 @@ def measured(
         "served_shares": served_shares(records, workload),
         "num_begun_anew": num_begun_anew(records),
         "outside": extrapolation_warning(system.cost, (replica.steps for replica in records.replicas)),
+        "outside_share": extrapolated(system.cost, (replica.steps for replica in records.replicas)).time_share,
     }
 
 
