@@ -399,12 +399,14 @@ def test_settings_that_the_replications_cannot_tell_apart_are_named() -> None:
 
 def test_settings_as_good_as_the_recommended_ones_are_in_the_answer() -> None:
     table = scenario(workload={"request_rate": 300, "num_requests": 900})
-    found = small_plan(table, gpus={"l40s": 0.9}, tensor_parallel_sizes=(1,), max_num_seqs=(4, 64, 256))
+    found = small_plan(table, gpus={"l40s": 0.9}, max_num_batched_tokens=(512, 1024, 2048, 4096, 8192))
     best = found.recommended
     assert best is not None
-    for level in best["level_settings"]:
-        assert level["replicas_needed"]["num"] == best["replicas_needed"]["num"] > 1
-    assert ("as far as" in on_one_line(found)) == bool(best["level_settings"])
+    assert best["max_num_batched_tokens"] == 512
+    assert [each["max_num_batched_tokens"] for each in best["level_settings"]] == [4096, 8192]
+    assert {each["replicas_needed"]["num"] for each in best["level_settings"]} == {2}
+    said = on_one_line(found)
+    assert "as far as 2 replications can tell: max_num_batched_tokens 4,096 (takes 2.02)" in said
 
 
 # --- step times that nobody vouches for
